@@ -1,0 +1,437 @@
+"""The run config: one schema for the YAML recipe, the command line and the flow's parameters.
+
+Everything here is pydantic and free of torch, because the Prefect worker imports it to draw the run form. Strictness
+costs users a refused run now and then; it saves them from the run that silently trained with a default because a key
+was misspelt. `load_config` is the strict door (YAML, `--set`); the flow's parameters go through the same models.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tasks.trainer.errors import InputError
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Target(_Group):
+    """The frozen model that the draft learns to predict."""
+
+    model: str = Field(
+        title="Model",
+        description="Folder, hub id or .gguf file of the target. package://NAME/FILE is a file that an installed "
+        "Python package carries.",
+    )
+    revision: str | None = Field(None, title="Revision", description="Hub revision; empty for the default.")
+    dtype: DType = Field(
+        "auto",
+        title="Data type",
+        description="Type the target computes in. auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the "
+        "processor multiplies it natively, else float32.",
+    )
+    aux_layer_ids: tuple[int, int, int] | None = Field(
+        None,
+        title="Auxiliary layers",
+        description="0-based output layers whose hidden states feed the draft, ascending. Empty: 1, L//2-1, L-4.",
+    )
+    chat_template: str | None = Field(
+        None, title="Chat template", description="Jinja file to use instead of the target's own template."
+    )
+
+
+class Data(_Group):
+    """Conversations: where they come from and how they are cut."""
+
+    source: str = Field(title="Source", description="JSONL file or fsspec URL with training conversations.")
+    heldout_source: str | None = Field(
+        None,
+        title="Held-out source",
+        description="JSONL with held-out conversations. Empty: a share of the source is held out.",
+    )
+    heldout_fraction: float = Field(
+        0.02,
+        ge=0.0,
+        lt=1.0,
+        title="Held-out share",
+        description="Share of the source's prompts kept for evaluation when there is no held-out source.",
+    )
+    max_tokens: int = Field(
+        4096, ge=8, title="Longest sample (tokens)", description="Longer conversations are cut or refused."
+    )
+    on_long: Literal["cut", "refuse"] = Field(
+        "cut", title="Too long", description="What to do with conversations over the longest sample."
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        "stop", title="Bad records", description="stop at the first bad record, or skip and count it by reason."
+    )
+    regenerate: bool = Field(
+        False,
+        title="Regenerate answers",
+        description="Replace every assistant turn by the target's own answer before training.",
+    )
+    regenerate_dir: str | None = Field(
+        None,
+        title="Regenerated answers",
+        description="Local folder that keeps regenerated answers, shared between runs. Empty: in the run directory.",
+    )
+    max_new_tokens: int = Field(
+        512, ge=1, title="Longest answer (tokens)", description="Limit of a regenerated answer."
+    )
+    batch_size: int = Field(32, ge=1, title="Regeneration batch", description="Prompts answered at once.")
+    temperature: float = Field(
+        0.0, ge=0.0, le=2.0, title="Temperature", description="Of regeneration; 0 is greedy."
+    )
+    seed: int = Field(0, ge=0, title="Seed", description="Seed of regeneration when it samples.")
+
+
+class Online(BaseModel):
+    """The target runs beside the draft in every step. Nothing is stored."""
+
+    model_config = ConfigDict(frozen=True, title="Online")
+
+    mode: Literal["online"] = Field("online", title="Mode", json_schema_extra={"enum": ["online"]})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_sibling_keys(cls, values: Any) -> Any:
+        return _own_keys(cls, values)
+
+
+class Offline(BaseModel):
+    """The target's hidden states are captured once into a Zarr store; training reads the store."""
+
+    model_config = ConfigDict(frozen=True, title="Offline")
+
+    mode: Literal["offline"] = Field("offline", title="Mode", json_schema_extra={"enum": ["offline"]})
+    store_url: str = Field(
+        "runs/store",
+        title="Store",
+        description="Folder, file:// or memory:// URL of the hidden-state store. Runs share it.",
+    )
+    codec: Literal["lossless", "raw"] = Field(
+        "lossless", title="Codec", description="lossless: shuffled and zstd-compressed bfloat16. raw: uncompressed."
+    )
+    chunk_tokens: int = Field(
+        512, ge=16, title="Chunk (tokens)", description="Unit of compression along the token axis."
+    )
+    shard_tokens: int = Field(
+        2048, ge=16, title="Shard (tokens)", description="Unit of writing; a multiple of the chunk."
+    )
+    on_missing: Literal["capture", "refuse"] = Field(
+        "capture",
+        title="Missing samples",
+        description="capture what the store lacks, or refuse the run and say what the store holds.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_sibling_keys(cls, values: Any) -> Any:
+        return _own_keys(cls, values)
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> Offline:
+        if self.shard_tokens % self.chunk_tokens:
+            raise ValueError(
+                f"shard_tokens={self.shard_tokens} is not a multiple of chunk_tokens={self.chunk_tokens}; "
+                f"use {self.chunk_tokens * max(1, round(self.shard_tokens / self.chunk_tokens))}"
+            )
+        return self
+
+
+HiddenStates = Annotated[Online | Offline, Field(discriminator="mode")]
+
+
+class Draft(_Group):
+    """Shape of the draft. What is left empty follows the target."""
+
+    vocab_size: int | None = Field(
+        32000,
+        ge=16,
+        title="Draft vocabulary",
+        description="Number of tokens the draft can propose, by frequency in the training answers. Empty: all of "
+        "the target's.",
+    )
+    intermediate_size: int | None = Field(None, ge=8, title="MLP width", description="Empty: the target's.")
+    num_heads: int | None = Field(None, ge=1, title="Query heads", description="Empty: the target's.")
+    num_kv_heads: int | None = Field(None, ge=1, title="Key/value heads", description="Empty: the target's.")
+    head_dim: int | None = Field(None, ge=8, title="Head dimension", description="Empty: the target's.")
+
+
+class Train(_Group):
+    """Optimisation, and the choices that trade memory for speed."""
+
+    steps: int = Field(10000, ge=1, title="Optimizer steps")
+    ttt_steps: int = Field(
+        7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K)."
+    )
+    step_loss_decay: float = Field(
+        0.8, gt=0.0, le=1.0, title="Step loss decay", description="Weight of TTT step k is decay^k / K."
+    )
+    pack_tokens: int = Field(
+        4096,
+        ge=8,
+        title="Pack (tokens)",
+        description="Whole documents are packed into rows of this length; a longer document is a row alone.",
+    )
+    grad_accumulation: int = Field(
+        1, ge=1, title="Gradient accumulation", description="Packs per optimizer step."
+    )
+    learning_rate: float = Field(1e-4, gt=0.0, title="Learning rate")
+    warmup_steps: int = Field(100, ge=0, title="Warm-up steps")
+    weight_decay: float = Field(0.0, ge=0.0, title="Weight decay")
+    adam_betas: tuple[float, float] = Field((0.9, 0.95), title="Adam betas")
+    max_grad_norm: float = Field(1.0, gt=0.0, title="Gradient clipping", description="Limit of the global norm.")
+    attention: Literal["auto", "eager", "flex", "fused"] = Field(
+        "auto",
+        title="Attention",
+        description="TTT attention: eager (reference, quadratic memory), flex (flex_attention; CUDA), fused (fused "
+        "base block merged through the log-sum-exp). auto logs its choice.",
+    )
+    loss: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        title="Loss",
+        description="torch (reference) or triton (gradient written in place). auto logs its choice.",
+    )
+    dtype: DType = Field(
+        "auto",
+        title="Data type",
+        description="Type the draft computes in; masters are always float32. auto: as for the target.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
+    deterministic: bool = Field(
+        False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
+    )
+    checkpoint_every: int = Field(500, ge=1, title="Checkpoint every (steps)")
+    keep_checkpoints: int = Field(2, ge=1, title="Checkpoints kept")
+    seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is more than steps={self.steps}; the learning rate would never "
+                f"be reached: use at most {self.steps}"
+            )
+        if self.attention == "flex" and self.device == "cpu":
+            raise ValueError(
+                "attention=flex cannot train on device=cpu (flex_attention has no backward there); use fused"
+            )
+        if self.dtype == "float16":
+            raise ValueError("dtype=float16 needs loss scaling, which Eyas does not do; use bfloat16 or float32")
+        return self
+
+
+class Evaluate(_Group):
+    """Acceptance measured by real speculative decoding on held-out prompts."""
+
+    num_prompts: int = Field(64, ge=2, title="Prompts", description="Held-out prompts decoded.")
+    max_new_tokens: int = Field(128, ge=9, title="Longest answer (tokens)")
+    draft_tokens: int = Field(
+        4, ge=1, le=32, title="Draft length", description="Tokens drafted in a chain before the target verifies."
+    )
+    dtype: DType = Field(
+        "auto",
+        title="Data type",
+        description="Type the target decodes in. float32 proves losslessness token for token.",
+    )
+    tie_margin: float = Field(
+        0.25,
+        gt=0.0,
+        title="Tie margin",
+        description="For bfloat16 targets: how far below the maximum logit an emitted token may lie.",
+    )
+    bootstrap_samples: int = Field(2000, ge=100, title="Bootstrap samples")
+    seed: int = Field(0, ge=0, title="Seed", description="Of the bootstrap.")
+
+
+class RunConfig(_Group):
+    """A complete run."""
+
+    target: Target
+    data: Data
+    hidden_states: HiddenStates = Field(default_factory=Online, title="Hidden states")
+    draft: Draft = Field(default_factory=Draft)
+    train: Train = Field(default_factory=Train)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    run_dir: str = Field(
+        "runs/default", title="Run directory", description="Local folder for everything the run leaves."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.data.heldout_source is None and self.data.heldout_fraction == 0.0:
+            raise ValueError(
+                "data.heldout_fraction=0 without data.heldout_source leaves nothing to evaluate on; set one of them"
+            )
+        return self
+
+
+# These keys do not change what is trained: a run may be continued with other values.
+_NOT_IDENTITY: Mapping[str, frozenset[str]] = {
+    "data": frozenset({"regenerate_dir"}),
+    "hidden_states": frozenset({"store_url", "chunk_tokens", "shard_tokens", "on_missing", "codec"}),
+    "train": frozenset({"checkpoint_every", "keep_checkpoints"}),
+}
+
+
+def identity_fields(config: RunConfig) -> dict[str, Any]:
+    """The config's part of the run's identity: every field that changes the trained draft.
+
+    Where states are kept, how they are compressed without loss and how often checkpoints are written do not.
+    """
+    dumped = config.model_dump(mode="json", exclude={"run_dir", "evaluate"})
+    for group, keys in _NOT_IDENTITY.items():
+        for key in keys:
+            dumped[group].pop(key, None)
+    return dumped
+
+
+_Mode = TypeVar("_Mode", bound=BaseModel)
+
+
+def _own_keys(cls: type[BaseModel], values: Any) -> Any:
+    """Drop the sibling modes' keys, refuse all others that are not ours.
+
+    Prefect's form leaks the keys of the tab that was open before into the value, so `extra="forbid"` would refuse a
+    form filled correctly, and `extra="ignore"` would swallow a misspelt key.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    siblings = {name for mode in _modes().values() for name in mode.model_fields}
+    for key in values:
+        if key not in cls.model_fields and key not in siblings:
+            raise ValueError(f"unknown key {key!r}{_nearest(str(key), cls.model_fields)}")
+    return {key: value for key, value in values.items() if key in cls.model_fields}
+
+
+def _modes() -> dict[str, type[BaseModel]]:
+    union = get_args(HiddenStates)[0]
+    return {mode.model_fields["mode"].default: mode for mode in get_args(union)}
+
+
+def _nearest(key: str, names: Any) -> str:
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(names)}"
+
+
+def load_config(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """Validate a whole config strictly.
+
+    Raises InputError: one line for each fault, naming the dotted key, the value and the nearest right name. Unlike
+    the form, a file may not carry keys of the hidden-state mode that was not chosen.
+    """
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where}: expected a mapping of groups (target, data, ...), got {type(values).__name__}")
+    states = values.get("hidden_states")
+    if isinstance(states, Mapping):
+        mode = _modes().get(str(states.get("mode", "online")))
+        for key in states if mode else ():
+            other = [name for name, sibling in _modes().items() if key in sibling.model_fields]
+            if mode and key not in mode.model_fields and other:
+                raise InputError(
+                    f"{where}: hidden_states.{key} belongs to mode {other[0]}, but hidden_states.mode is "
+                    f"{states.get('mode', 'online')}; remove the key or change the mode"
+                )
+        if "mode" not in states:
+            values = {**values, "hidden_states": {"mode": "online", **states}}
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{where}: " + "; ".join(_sentences(error))) from None
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    """Pydantic's errors as sentences with the dotted key first."""
+    sentences = []
+    for fault in error.errors():
+        path = [str(part) for part in fault["loc"] if str(part) not in _modes()]
+        key = ".".join(path) or "config"
+        if fault["type"] == "extra_forbidden":
+            names = _field_names(path[:-1])
+            sentences.append(f"unknown key {key!r}{_nearest(path[-1], names)}")
+        elif fault["type"] == "missing":
+            sentences.append(f"{key} is missing")
+        elif fault["type"] == "value_error":
+            sentences.append(f"{key}: {fault['ctx']['error']}")
+        else:
+            message = fault["msg"][0].lower() + fault["msg"][1:]
+            sentences.append(f"{key}={fault['input']!r}: {message}")
+    return sentences
+
+
+def _field_names(path: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for name in path:
+        annotation = model.model_fields[name].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)
+
+
+def read_config(path: str, overrides: Sequence[str] = (), *, run_dir: str | None = None) -> RunConfig:
+    """Read a YAML recipe, apply `group.key=value` overrides (values are YAML) and validate.
+
+    Raises InputError when the file is missing or not YAML, or an override has no `=`.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file)
+    except OSError as error:
+        raise InputError(f"cannot read recipe {path!r}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected groups (target, data, ...) at the top, got {type(values).__name__}")
+    for override in overrides:
+        _apply(values, override)
+    if run_dir is not None:
+        values["run_dir"] = run_dir
+    return load_config(values, where=path)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise InputError(f"--set {override!r}: expected key=value, for example train.steps=200")
+    *groups, name = key.strip().split(".")
+    node = values
+    for group in groups:
+        child = node.get(group)
+        if child is None:
+            child = node[group] = {}
+        if not isinstance(child, dict):
+            raise InputError(f"--set {override!r}: {group!r} is a value, not a group")
+        node = child
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"--set {override!r}: the value is not valid YAML; quote it") from None
+    if isinstance(value, str):
+        value = _as_number(value)
+    if key == "hidden_states.mode" and node.get("mode", "online") != value and value in _modes():
+        # The mode was changed on purpose: the recipe's keys of the other mode have no meaning any more.
+        for stale in [k for k in node if k not in _modes()[value].model_fields]:
+            del node[stale]
+    node[name] = value
+
+
+def _as_number(text: str) -> str | float:
+    """YAML 1.1 reads `1e-4` as a string (it wants `1.0e-4`); people write `1e-4`."""
+    try:
+        return float(text) if "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML, every default written out; `read_config` reads it back to an equal config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
