@@ -1,0 +1,192 @@
+"""The EAGLE-3 draft: `fc`, one LLaMA-style decoder layer, a head over the draft vocabulary.
+
+The layer's parts are separate methods (`fuse`, `qkv`, `finish`, `logits`) instead of one `forward`, because the same
+weights run under two attention patterns: the TTT unroll in training (draft/ttt.py) and a key/value cache when drafting
+(acceptance/drafter.py). Parameter names are those of the SGLang checkpoint layout, so that export copies tensors.
+
+Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tasks.trainer.draft.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """Shape of a draft.
+
+    hidden_size: D, the target's. vocab_size: Vd, tokens the draft can propose. target_vocab_size: V.
+    rope_parameters: rope_type, rope_theta and the scaling's own keys, as transformers 5 writes them.
+    max_position_embeddings: the target's: serving stops there. aux_layer_ids: 0-based output layers of the target.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    target_vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    aux_layer_ids: tuple[int, int, int]
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: query heads share "
+                "key/value heads in equal groups"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs")
+
+
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x^2) + eps), the mean in fp32 (fp64 for fp64). x [n, D] -> [n, D], dtype kept."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention; q, k and v read the 2D-wide (embedding, hidden) input."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        width = 2 * config.hidden_size
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)). x [n, D] -> [n, D]."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """The draft's only layer; the names are the checkpoint's `midlayer.*`."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Eagle3Draft(nn.Module):
+    """The draft with its vocabulary maps and the target's frozen embedding.
+
+    embedding [V, D]: the target's, shared with it and not a part of the checkpoint. d2t int64 [Vd]: target id of
+    draft id i is i + d2t[i]. t2d bool [V]: whether a target id is in the draft vocabulary.
+    """
+
+    embedding: Tensor
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DraftConfig, *, embedding: Tensor, d2t: Tensor, t2d: Tensor) -> None:
+        super().__init__()
+        assert embedding.shape == (config.target_vocab_size, config.hidden_size)
+        assert d2t.shape == (config.vocab_size,)
+        assert t2d.shape == (config.target_vocab_size,)
+        self.config = config
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = DecoderLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("d2t", d2t.to(torch.int64))
+        self.register_buffer("t2d", t2d.to(torch.bool))
+        # Not a buffer: Module.to(bfloat16) would cast its fp32 frequencies and corrupt positions past a few hundred.
+        self.rope = Rope(config)
+
+    @classmethod
+    def initialise(
+        cls, config: DraftConfig, *, embedding: Tensor, head: Tensor, d2t: Tensor, t2d: Tensor, seed: int
+    ) -> Eagle3Draft:
+        """A fresh draft: projections N(0, 0.02) from `seed` on the CPU, the head from the target's rows.
+
+        embedding, head [V, D] of the target. Returns a float32 draft on the CPU, embedding included.
+        """
+        draft = cls(config, embedding=embedding.float().cpu(), d2t=d2t, t2d=t2d)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in draft.named_parameters():
+                if parameter.ndim == 2 and name != "lm_head.weight":
+                    parameter.normal_(0.0, 0.02, generator=generator)
+            draft.lm_head.weight.copy_(head.cpu()[draft.target_ids].float())
+        return draft
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [Vd]: the target id of each draft id."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def draft_ids(self) -> Tensor:
+        """int64 [V]: the draft id of each target id, -1 outside the draft vocabulary."""
+        ids = torch.full((self.t2d.shape[0],), -1, dtype=torch.int64, device=self.t2d.device)
+        ids[self.target_ids] = torch.arange(self.d2t.shape[0], device=self.t2d.device)
+        return ids
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's frozen embedding. token_ids int64 [n] -> [n, D]."""
+        return nn.functional.embedding(token_ids, self.embedding)
+
+    def fuse(self, aux_hidden: Tensor) -> Tensor:
+        """Three layers of the target into one hidden state. aux_hidden [n, 3D] -> [n, D]."""
+        return self.fc(aux_hidden)
+
+    def qkv(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of n rows, RoPE applied.
+
+        embeds, hidden [n, D]; positions int64 [n], relative to the document's start.
+        Returns q [n, H, Dh], k and v [n, G, Dh].
+        """
+        layer, config = self.midlayer, self.config
+        inputs = torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
+        attention = layer.self_attn
+        query = attention.q_proj(inputs).unflatten(-1, (config.num_heads, config.head_dim))
+        key = attention.k_proj(inputs).unflatten(-1, (config.num_kv_heads, config.head_dim))
+        value = attention.v_proj(inputs).unflatten(-1, (config.num_kv_heads, config.head_dim))
+        query, key = self.rope(positions, query, key)
+        return query, key, value
+
+    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Output projection and MLP. attended [n, H, Dh], hidden [n, D] (un-normed: it is the residual) -> [n, D].
+
+        The result is the pre-norm layer output: it feeds the next TTT step and, through `logits`, the head.
+        """
+        layer = self.midlayer
+        hidden = hidden + layer.self_attn.o_proj(attended.flatten(-2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head over the draft vocabulary. hidden [n, D] -> [n, Vd]."""
+        return self.lm_head(self.norm(hidden))
