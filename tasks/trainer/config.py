@@ -87,9 +87,7 @@ class Data(_Group):
         512, ge=1, title="Longest answer (tokens)", description="Limit of a regenerated answer."
     )
     batch_size: int = Field(32, ge=1, title="Regeneration batch", description="Prompts answered at once.")
-    temperature: float = Field(
-        0.0, ge=0.0, le=2.0, title="Temperature", description="Of regeneration; 0 is greedy."
-    )
+    temperature: float = Field(0.0, ge=0.0, le=2.0, title="Temperature", description="Of regeneration; 0 is greedy.")
     seed: int = Field(0, ge=0, title="Seed", description="Seed of regeneration when it samples.")
 
 
@@ -170,9 +168,7 @@ class Train(_Group):
     """Optimisation, and the choices that trade memory for speed."""
 
     steps: int = Field(10000, ge=1, title="Optimizer steps")
-    ttt_steps: int = Field(
-        7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K)."
-    )
+    ttt_steps: int = Field(7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K).")
     step_loss_decay: float = Field(
         0.8, gt=0.0, le=1.0, title="Step loss decay", description="Weight of TTT step k is decay^k / K."
     )
@@ -182,9 +178,7 @@ class Train(_Group):
         title="Pack (tokens)",
         description="Whole documents are packed into rows of this length; a longer document is a row alone.",
     )
-    grad_accumulation: int = Field(
-        1, ge=1, title="Gradient accumulation", description="Packs per optimizer step."
-    )
+    grad_accumulation: int = Field(1, ge=1, title="Gradient accumulation", description="Packs per optimizer step.")
     learning_rate: float = Field(1e-4, gt=0.0, title="Learning rate")
     warmup_steps: int = Field(100, ge=0, title="Warm-up steps")
     weight_decay: float = Field(0.0, ge=0.0, title="Weight decay")

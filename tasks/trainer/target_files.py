@@ -79,8 +79,11 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja",
-                                                                                "*.model", "*.txt"]))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+            )
+        )
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(

@@ -1,0 +1,326 @@
+"""The frozen target: capture of its hidden states, decoding with a cache, its embedding and head alone.
+
+The target always runs one unpadded document a forward. Batching or padding would be faster on short documents, but it
+changes a third of the bfloat16 values, and then online and offline runs no longer train on the same numbers.
+
+States are rounded to bfloat16 here, in one place, whether they go to a store or straight to the draft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from tasks.trainer.errors import InputError
+from tasks.trainer.target_files import TargetFiles, resolve, unpacked, weights_digest
+
+logger = logging.getLogger(__name__)
+# Its bars count the tensors of a checkpoint, for each stage anew; ours count what the user waits for.
+transformers_logging.disable_progress_bar()
+
+# Rows projected through the head at once: 512 x 151,936 fp32 logits are 311 MB.
+HEAD_CHUNK_ROWS = 512
+# A model that changes its logits after the head would make `head(last_hidden)` a wrong soft target.
+_LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """What the draft learns from one document of T tokens.
+
+    aux_hidden bfloat16 [T, 3D]: outputs of three decoder layers, low to high. last_hidden bfloat16 [T, D]: after the
+    final norm. target_argmax int32 [T], target_lse float32 [T]: over the target's full vocabulary.
+    """
+
+    aux_hidden: Tensor
+    last_hidden: Tensor
+    target_argmax: Tensor
+    target_lse: Tensor
+
+
+def pick_device(device: str) -> str:
+    """`auto` is cuda where there is one. Raises InputError for cuda without a device."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device=cuda, but torch sees no CUDA device here; use auto or cpu")
+    return device
+
+
+def pick_dtype(dtype: str, device: str, *, checkpoint_dtype: torch.dtype | None = None) -> torch.dtype:
+    """`auto`: on a CPU bfloat16 only where the processor multiplies it natively (elsewhere it is emulated, several
+    times slower than float32); on a GPU the checkpoint's own type, bfloat16 where there is none."""
+    if dtype != "auto":
+        picked = getattr(torch, dtype)
+        assert isinstance(picked, torch.dtype)
+        return picked
+    if device == "cpu":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return checkpoint_dtype or torch.bfloat16
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """0-based output layers 1, L//2-1, L-4 (the default of SGLang and vLLM).
+
+    Raises InputError when they are not three different layers in ascending order, which needs L >= 8.
+    """
+    ids = (1, num_layers // 2 - 1, num_layers - 4)
+    if not 0 <= ids[0] < ids[1] < ids[2]:
+        raise InputError(
+            f"the target has {num_layers} layers: the default auxiliary layers {ids} are not three ascending layers; "
+            "set target.aux_layer_ids, for example [0, 1, 2] (it needs at least 3 layers)"
+        )
+    return ids
+
+
+def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, int, int]:
+    """Three different layers of the target, ascending. Raises InputError otherwise."""
+    if len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
+        raise InputError(
+            f"target.aux_layer_ids={list(ids)}: give three different ascending layers from 0 to {num_layers - 1}"
+        )
+    return ids[0], ids[1], ids[2]
+
+
+class Target:
+    """A decoder-only model of transformers, frozen, in eval mode.
+
+    name: what the user wrote; hidden_size D; vocab_size V; num_layers L; aux_layer_ids; eos_token_ids: every id that
+    ends a turn; dtype: the type it computes in; fingerprint: see `fingerprint`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        aux_layer_ids: Sequence[int] | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.fingerprint = fingerprint
+        config = model.config.get_text_config()
+        for attribute, harmless in _LOGIT_CHANGES.items():
+            value = getattr(config, attribute, harmless)
+            if value not in (None, harmless):
+                raise InputError(
+                    f"target {name!r} has {attribute}={value}: its logits are not head(last_hidden), which Eyas "
+                    "trains on; such targets are not supported"
+                )
+        self.config = config
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.aux_layer_ids = (
+            default_aux_layer_ids(self.num_layers)
+            if aux_layer_ids is None
+            else check_aux_layer_ids(aux_layer_ids, self.num_layers)
+        )
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.head: Tensor = model.get_output_embeddings().weight
+        # The head's rows: some checkpoints pad them past the tokenizer's ids.
+        self.vocab_size = int(self.head.shape[0])
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise InputError(f"target {name!r} has a bias on its head, which draft checkpoints cannot carry")
+        self.device = self.head.device
+        self.dtype = self.head.dtype
+        self.eos_token_ids = find_eos_token_ids(model, tokenizer)
+        self._decoder: nn.Module = model.get_decoder()
+        self._layers = _decoder_layers(self._decoder, self.num_layers, name)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str = "auto",
+        compute_dtype: str = "auto",
+        aux_layer_ids: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        revision: str | None = None,
+        device: str = "cpu",
+    ) -> Target:
+        """Load a target: folder, .gguf, package:// file or hub id (see target_files.resolve).
+
+        dtype: the weights' type (`auto`: see pick_dtype). compute_dtype: `auto` is the same; `float32` computes with
+        the same, already rounded, weights in float32. Raises InputError for anything that is wrong with the model.
+        """
+        files = resolve(model, revision=revision)
+        torch_dtype = files_dtype(files, dtype, device)
+        folder = unpacked(files, str(torch_dtype).removeprefix("torch."))
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch_dtype, use_safetensors=True, device_map=None, attn_implementation="sdpa"
+        )
+        if compute_dtype != "auto":
+            loaded = loaded.to(getattr(torch, compute_dtype))
+        tokenizer = load_tokenizer(files, folder, chat_template=chat_template)
+        target = cls(loaded.to(device), tokenizer, name=model, aux_layer_ids=aux_layer_ids)
+        target.fingerprint = fingerprint(files, tokenizer, target.aux_layer_ids, torch_dtype)
+        return target
+
+    @torch.no_grad()
+    def capture(self, token_ids: Tensor, *, sample_id: str) -> TargetStates:
+        """The states of one document, token_ids int64 [T]. Raises InputError with the sample's id on NaN or Inf."""
+        with self._collect() as collected:
+            output = self._decoder(input_ids=token_ids[None].to(self.device), use_cache=False)
+        aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1).to(torch.bfloat16)
+        last_hidden = output.last_hidden_state[0].to(torch.bfloat16)
+        for name, states in (("auxiliary hidden states", aux_hidden), ("last hidden state", last_hidden)):
+            if not torch.isfinite(states).all():
+                raise InputError(
+                    f"sample {sample_id}: the target's {name} hold NaN or Inf in {self.dtype}; try another "
+                    "target.dtype, or remove the sample"
+                )
+        argmax, lse = head_statistics(last_hidden.to(self.dtype), self.head)
+        return TargetStates(aux_hidden, last_hidden, argmax, lse)
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
+        """Decode n more tokens, int64 [1, n], appending to `cache`. Returns logits [n, V], aux_hidden [n, 3D]."""
+        with self._collect() as collected:
+            output = self.model(input_ids=token_ids.to(self.device), past_key_values=cache, use_cache=True)
+        aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1)
+        return output.logits[0], aux_hidden
+
+    @contextmanager
+    def _collect(self) -> Iterator[dict[int, Tensor]]:
+        """The outputs [1, n, D] of the auxiliary layers of one forward, by layer."""
+        collected: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                collected[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self._layers[layer].register_forward_hook(keep(layer)) for layer in self.aux_layer_ids]
+        try:
+            yield collected
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def head_statistics(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax int32 [T] and log-sum-exp float32 [T] of head(last_hidden) over the full vocabulary, in chunks of rows.
+
+    last_hidden [T, D], head [V, D] in the target's dtype: the logits are rounded as the served target rounds them.
+    """
+    argmax, lse = [], []
+    for rows in last_hidden.split(HEAD_CHUNK_ROWS):
+        logits = (rows @ head.T).float()
+        argmax.append(logits.argmax(-1).to(torch.int32))
+        lse.append(logits.logsumexp(-1))
+    return torch.cat(argmax), torch.cat(lse)
+
+
+def files_dtype(files: TargetFiles, dtype: str, device: str) -> torch.dtype:
+    """The weights' type after loading: pick_dtype with the checkpoint's own type."""
+    checkpoint_dtype = None if files.gguf else AutoConfig.from_pretrained(files.folder).get_text_config().dtype
+    return pick_dtype(dtype, device, checkpoint_dtype=checkpoint_dtype)
+
+
+def load_tokenizer(files: TargetFiles, folder: Path, *, chat_template: str | None) -> Any:
+    """The target's tokenizer. chat_template: path of a Jinja file that replaces its template.
+
+    Raises InputError when the file cannot be read or there is no template at all.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"target.chat_template={chat_template!r}: {error.strerror}") from None
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"target {files.name!r} has no chat template; set target.chat_template to a Jinja file, for example that "
+            "of the instruction-tuned model of the same family"
+        )
+    return tokenizer
+
+
+def find_eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends generation: of the generation config and the tokenizer, ascending."""
+    ids: set[int] = set()
+    for found in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        if isinstance(found, int):
+            ids.add(found)
+        elif found is not None:
+            ids.update(int(i) for i in found)
+    return tuple(sorted(ids))
+
+
+def fingerprint(files: TargetFiles, tokenizer: Any, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> str:
+    """What decides the captured states: weights, tokenizer, chat template, layer ids, dtype. 24 hex characters."""
+    parts = {
+        "weights": weights_digest(files),
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        "aux_layer_ids": list(aux_layer_ids),
+        "dtype": str(dtype),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise InputError(f"target {name!r}: found no list of {num_layers} decoder layers in {type(decoder).__name__}")
+    return lists[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """The target's embedding and head [V, D] without the layers between: all that offline training needs of it."""
+
+    config: Any
+    embedding: Tensor
+    head: Tensor
+
+
+def load_ends(model: str, *, dtype: str, revision: str | None, device: str) -> TargetEnds:
+    """Read embedding and head alone from the checkpoint (single or sharded safetensors, tied or untied).
+
+    Raises InputError when the checkpoint holds no tensor of the embedding's or head's name.
+    """
+    files = resolve(model, revision=revision)
+    torch_dtype = files_dtype(files, dtype, device)
+    folder = unpacked(files, str(torch_dtype).removeprefix("torch."))
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    embedding_weight = skeleton.get_input_embeddings().weight
+    head_weight = skeleton.get_output_embeddings().weight
+    embedding = _read_tensor(folder, names[id(embedding_weight)], tuple(embedding_weight.shape))
+    tied = bool(config.get_text_config().tie_word_embeddings)
+    head = embedding if tied else _read_tensor(folder, names[id(head_weight)], tuple(head_weight.shape))
+    return TargetEnds(config.get_text_config(), embedding.to(device, torch_dtype), head.to(device, torch_dtype))
+
+
+def _read_tensor(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a checkpoint by its module name; some checkpoints differ from it in the prefix only."""
+    suffix = ".".join(name.split(".")[-2:])
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if key == name or key.endswith(suffix):
+                    tensor: Tensor = file.get_tensor(key)
+                    if tuple(tensor.shape) != shape:
+                        raise InputError(f"{path}: {key} has shape {tuple(tensor.shape)}, the config says {shape}")
+                    return tensor
+    raise InputError(f"{folder}: no tensor {name!r} in its safetensors files")
