@@ -252,10 +252,10 @@ class RunConfig(_Group):
 
     target: Target
     data: Data
-    hidden_states: HiddenStates = Field(default_factory=Online, title="Hidden states")
-    draft: Draft = Field(default_factory=Draft)
-    train: Train = Field(default_factory=Train)
-    evaluate: Evaluate = Field(default_factory=Evaluate)
+    hidden_states: HiddenStates = Field(Online(), title="Hidden states")
+    draft: Draft = Draft()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
     run_dir: str = Field(
         "runs/default", title="Run directory", description="Local folder for everything the run leaves."
     )
@@ -366,7 +366,8 @@ def _field_names(path: Sequence[str]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for name in path:
         annotation = model.model_fields[name].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
         model = annotation
     return list(model.model_fields)
 

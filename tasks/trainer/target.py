@@ -303,7 +303,9 @@ def load_ends(model: str, *, dtype: str, revision: str | None, device: str) -> T
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    names: dict[int, str] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)  # tied weights are stored under their first name
     embedding_weight = skeleton.get_input_embeddings().weight
     head_weight = skeleton.get_output_embeddings().weight
     embedding = _read_tensor(folder, names[id(embedding_weight)], tuple(embedding_weight.shape))

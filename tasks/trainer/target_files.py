@@ -43,10 +43,7 @@ def resolve(model: str, *, revision: str | None = None) -> TargetFiles:
 
     Raises InputError when there is nothing of that name, or the folder has no safetensors weights.
     """
-    if model.startswith(PACKAGE_SCHEME):
-        path = _package_file(model)
-    else:
-        path = Path(model).expanduser()
+    path = _package_file(model) if model.startswith(PACKAGE_SCHEME) else Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise InputError(f"target.model={model!r} is a file but not a .gguf; give the model's folder")

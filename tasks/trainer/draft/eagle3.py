@@ -60,7 +60,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        scaled: Tensor = self.weight * normed.to(x.dtype)
+        return scaled
 
 
 class Attention(nn.Module):
@@ -85,7 +86,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
 
 
 class DecoderLayer(nn.Module):
@@ -161,7 +163,8 @@ class Eagle3Draft(nn.Module):
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Three layers of the target into one hidden state. aux_hidden [n, 3D] -> [n, D]."""
-        return self.fc(aux_hidden)
+        fused: Tensor = self.fc(aux_hidden)
+        return fused
 
     def qkv(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of n rows, RoPE applied.
@@ -185,8 +188,10 @@ class Eagle3Draft(nn.Module):
         """
         layer = self.midlayer
         hidden = hidden + layer.self_attn.o_proj(attended.flatten(-2))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head over the draft vocabulary. hidden [n, D] -> [n, Vd]."""
-        return self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
