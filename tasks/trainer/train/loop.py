@@ -1,0 +1,217 @@
+"""The training loop: packs in, draft out. Read it top to bottom; both modes run exactly this code.
+
+Resume is exact: a checkpoint holds the masters, the moments and the place in the data, and everything else is a pure
+function of the step, so a killed run continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.soft_target_loss import choose_loss_backend
+from kernels.ttt_attention import choose_attention_backend
+from tasks.trainer.config import RunConfig, identity_fields
+from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.ttt import count_rows, unroll
+from tasks.trainer.errors import InputError
+from tasks.trainer.progress import Progress
+from tasks.trainer.run_dir import RunDir
+from tasks.trainer.train import checkpoint
+from tasks.trainer.train.batches import Batch, Packs, Position, StatesSource, assemble, sample_lengths
+from tasks.trainer.train.metrics import MetricsFile, Sums
+from tasks.trainer.train.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """SIGTERM arrived; the state was saved after `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped by SIGTERM after step {step}; the checkpoint holds it: start the run again to go on")
+        self.step = step
+
+
+def run_identity(config: RunConfig, data_hash: str) -> str:
+    """hash(config fields that change the result, prepared data), 24 hex characters."""
+    text = json.dumps([identity_fields(config), data_hash], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def train(
+    config: RunConfig,
+    run: RunDir,
+    *,
+    draft: Eagle3Draft,
+    head: Tensor,
+    data: PreparedData,
+    source: StatesSource,
+    device: str,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train `draft` (fp32, fresh) for config.train.steps optimizer steps, continuing the newest checkpoint.
+
+    head [Vd, D]: the target's rows of the draft vocabulary. Returns a receipt: steps, tokens, seconds, backends.
+    Raises InputError for a choice this device cannot run, Interrupted on SIGTERM, FloatingPointError when the loss or
+    the gradient is not finite (the samples are named).
+    """
+    settings = config.train
+    attention, loss_backend = _choose_backends(config, draft, device, dtype)
+    identity = run_identity(config, data.data_hash)
+    found = checkpoint.load_latest(run.checkpoints, identity=identity)
+    masters = found.draft if found else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    draft.to(device, dtype)
+    optimizer = Optimizer(draft, masters, settings)
+    step, position = 0, Position()
+    if found:
+        step, position = found.step, found.position
+        optimizer.restore(found.optimizer, step=step)
+        logger.info("continuing after step %d of %d", step, settings.steps)
+    packs = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed).read_from(position)
+    metrics = MetricsFile(run.metrics, step=step)
+    draft_ids = draft.draft_ids()
+    first_step, tokens, started = step, 0, time.monotonic()
+
+    with _stop_on_sigterm() as stop:
+        while step < settings.steps:
+            step_started = time.monotonic()
+            group, position = _next_group(packs, settings.grad_accumulation)
+            weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
+            sums = Sums(settings.ttt_steps)
+            learning_rate = optimizer.learning_rate
+            for pack in group:
+                batch = assemble([data[number] for number in pack], source).to(device)
+                train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, attention, loss_backend)
+                tokens += batch.token_ids.shape[0]
+            norm = optimizer.step()
+            if not math.isfinite(norm) or not math.isfinite(sums.loss):
+                samples = [data[number].sample_id for pack in group for number in pack]
+                raise FloatingPointError(f"step {step + 1}: loss {sums.loss}, gradient norm {norm}; samples {samples}")
+            step += 1
+            summary = sums.summary()
+            step_tokens = sum(len(data[number].token_ids) for pack in group for number in pack)
+            seconds = time.monotonic() - step_started
+            metrics.write(
+                {"step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate, "tokens": step_tokens,
+                 "seconds": seconds, "epoch": position.epoch}
+            )  # fmt: skip
+            tau = summary["tau"]
+            progress(
+                step,
+                settings.steps,
+                f"loss {summary['loss']:.3f}  acc_0 {summary['acc'][0]:.3f}  "
+                f"tau {'-' if tau is None else f'{tau:.2f}'}  {step_tokens / seconds:.0f} tokens/s",
+            )
+            if step % settings.checkpoint_every == 0 or step == settings.steps or stop.is_set():
+                metrics.sync()
+                state = {**draft.state_dict(), **optimizer.masters}
+                checkpoint.save(
+                    run.checkpoints,
+                    checkpoint.Checkpoint(step, position, identity, state, optimizer.tensors()),
+                    keep=settings.keep_checkpoints,
+                )
+            if stop.is_set() and step < settings.steps:
+                raise Interrupted(step)
+    metrics.close()
+    return {
+        "steps": step,
+        "continued_from": first_step,
+        "tokens": tokens,
+        "seconds": time.monotonic() - started,
+        "attention": attention,
+        "loss": loss_backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "identity": identity,
+    }
+
+
+def train_pack(
+    draft: Eagle3Draft,
+    batch: Batch,
+    sums: Sums,
+    optimizer: Optimizer,
+    weights: Sequence[float],
+    head: Tensor,
+    draft_ids: Tensor,
+    attention: str,
+    loss_backend: str,
+) -> None:
+    """Forward and backward of one pack; its gradients go to the masters, its sums to `sums`."""
+    unrolled = unroll(
+        draft,
+        batch,
+        ttt_steps=len(weights),
+        row_weight=weights,
+        head=head,
+        draft_ids=draft_ids,
+        attention=attention,
+        loss_backend=loss_backend,
+    )
+    unrolled.loss.backward()
+    optimizer.collect()
+    sums.add(unrolled)
+
+
+def row_weights(data: PreparedData, group: Sequence[Sequence[int]], ttt_steps: int, decay: float) -> list[float]:
+    """decay^k / K / N_k for each TTT step, N_k over all packs of one optimizer step; 0 for a step without rows.
+
+    N_k needs the masks only, so it is known before the first forward.
+    """
+    rows = torch.zeros(ttt_steps, dtype=torch.int64)
+    for pack in group:
+        for number in pack:
+            mask = torch.from_numpy(data[number].loss_mask.copy())
+            rows += count_rows(mask, [mask.shape[0]], ttt_steps)
+    return [decay**k / ttt_steps / int(n) if n else 0.0 for k, n in enumerate(rows)]
+
+
+def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple[list[list[int]], Position]:
+    """The packs of one optimizer step and the position after them."""
+    taken = [next(packs) for _ in range(size)]
+    return [pack for pack, _ in taken], taken[-1][1]
+
+
+def _choose_backends(config: RunConfig, draft: Eagle3Draft, device: str, dtype: torch.dtype) -> tuple[str, str]:
+    attention, loss = config.train.attention, config.train.loss
+    if attention == "auto":
+        attention, why = choose_attention_backend(
+            "auto", device=device, dtype=dtype, head_dim=draft.config.head_dim, training=True
+        )
+        logger.info("attention: %s (%s)", attention, why)
+    elif attention == "flex" and device == "cpu":
+        raise InputError(
+            "train.attention=flex cannot train on the CPU (flex_attention has no backward there); use fused"
+        )
+    if loss == "auto":
+        loss, why = choose_loss_backend("auto", device=device)
+        logger.info("loss: %s (%s)", loss, why)
+    return attention, loss
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; the step in flight is finished first."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # handlers can be set in the main thread only; a stage process always runs there
+        return
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
