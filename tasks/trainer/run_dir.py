@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.trainer.config import RunConfig, dump_config, identity_fields, read_config
+from tasks.trainer.config import RunConfig, identity_fields
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import read_json, write_json, write_text
+from tasks.trainer.recipe import dump_config, read_config
 
 
 @dataclass(frozen=True, slots=True)

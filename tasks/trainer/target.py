@@ -8,8 +8,6 @@ States are rounded to bfloat16 here, in one place, whether they go to a store or
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +18,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from tasks.trainer.errors import InputError
-from tasks.trainer.target_files import TargetFiles, resolve, unpacked, weights_digest
+from tasks.trainer.target_files import resolve, unpacked
+from tasks.trainer.target_text import check_aux_layer_ids, default_aux_layer_ids, files_dtype, load_text
 
 logger = logging.getLogger(__name__)
 # Its bars count the tensors of a checkpoint, for each stage anew; ours count what the user waits for.
@@ -50,55 +49,11 @@ class TargetStates:
     target_lse: Tensor
 
 
-def pick_device(device: str) -> str:
-    """`auto` is cuda where there is one. Raises InputError for cuda without a device."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device=cuda, but torch sees no CUDA device here; use auto or cpu")
-    return device
-
-
-def pick_dtype(dtype: str, device: str, *, checkpoint_dtype: torch.dtype | None = None) -> torch.dtype:
-    """`auto`: on a CPU bfloat16 only where the processor multiplies it natively (elsewhere it is emulated, several
-    times slower than float32); on a GPU the checkpoint's own type, bfloat16 where there is none."""
-    if dtype != "auto":
-        picked = getattr(torch, dtype)
-        assert isinstance(picked, torch.dtype)
-        return picked
-    if device == "cpu":
-        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-    return checkpoint_dtype or torch.bfloat16
-
-
-def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """0-based output layers 1, L//2-1, L-4 (the default of SGLang and vLLM).
-
-    Raises InputError when they are not three different layers in ascending order, which needs L >= 8.
-    """
-    ids = (1, num_layers // 2 - 1, num_layers - 4)
-    if not 0 <= ids[0] < ids[1] < ids[2]:
-        raise InputError(
-            f"the target has {num_layers} layers: the default auxiliary layers {ids} are not three ascending layers; "
-            "set target.aux_layer_ids, for example [0, 1, 2] (it needs at least 3 layers)"
-        )
-    return ids
-
-
-def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, int, int]:
-    """Three different layers of the target, ascending. Raises InputError otherwise."""
-    if len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
-        raise InputError(
-            f"target.aux_layer_ids={list(ids)}: give three different ascending layers from 0 to {num_layers - 1}"
-        )
-    return ids[0], ids[1], ids[2]
-
-
 class Target:
     """A decoder-only model of transformers, frozen, in eval mode.
 
     name: what the user wrote; hidden_size D; vocab_size V; num_layers L; aux_layer_ids; eos_token_ids: every id that
-    ends a turn; dtype: the type it computes in; fingerprint: see `fingerprint`.
+    ends a turn; dtype: the type it computes in; fingerprint: see target_text.
     """
 
     def __init__(
@@ -108,6 +63,7 @@ class Target:
         *,
         name: str,
         aux_layer_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] = (),
         fingerprint: str = "",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -138,7 +94,7 @@ class Target:
             raise InputError(f"target {name!r} has a bias on its head, which draft checkpoints cannot carry")
         self.device = self.head.device
         self.dtype = self.head.dtype
-        self.eos_token_ids = find_eos_token_ids(model, tokenizer)
+        self.eos_token_ids = tuple(eos_token_ids)
         self._decoder: nn.Module = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, self.num_layers, name)
 
@@ -167,10 +123,22 @@ class Target:
         )
         if compute_dtype != "auto":
             loaded = loaded.to(getattr(torch, compute_dtype))
-        tokenizer = load_tokenizer(files, folder, chat_template=chat_template)
-        target = cls(loaded.to(device), tokenizer, name=model, aux_layer_ids=aux_layer_ids)
-        target.fingerprint = fingerprint(files, tokenizer, target.aux_layer_ids, torch_dtype)
-        return target
+        text = load_text(
+            model,
+            dtype=dtype,
+            aux_layer_ids=aux_layer_ids,
+            chat_template=chat_template,
+            revision=revision,
+            device=device,
+        )
+        return cls(
+            loaded.to(device),
+            text.tokenizer,
+            name=model,
+            aux_layer_ids=text.aux_layer_ids,
+            eos_token_ids=text.eos_token_ids,
+            fingerprint=text.fingerprint,
+        )
 
     @torch.no_grad()
     def capture(self, token_ids: Tensor, *, sample_id: str) -> TargetStates:
@@ -226,54 +194,6 @@ def head_statistics(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         argmax.append(logits.argmax(-1).to(torch.int32))
         lse.append(logits.logsumexp(-1))
     return torch.cat(argmax), torch.cat(lse)
-
-
-def files_dtype(files: TargetFiles, dtype: str, device: str) -> torch.dtype:
-    """The weights' type after loading: pick_dtype with the checkpoint's own type."""
-    checkpoint_dtype = None if files.gguf else AutoConfig.from_pretrained(files.folder).get_text_config().dtype
-    return pick_dtype(dtype, device, checkpoint_dtype=checkpoint_dtype)
-
-
-def load_tokenizer(files: TargetFiles, folder: Path, *, chat_template: str | None) -> Any:
-    """The target's tokenizer. chat_template: path of a Jinja file that replaces its template.
-
-    Raises InputError when the file cannot be read or there is no template at all.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"target.chat_template={chat_template!r}: {error.strerror}") from None
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"target {files.name!r} has no chat template; set target.chat_template to a Jinja file, for example that "
-            "of the instruction-tuned model of the same family"
-        )
-    return tokenizer
-
-
-def find_eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends generation: of the generation config and the tokenizer, ascending."""
-    ids: set[int] = set()
-    for found in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        if isinstance(found, int):
-            ids.add(found)
-        elif found is not None:
-            ids.update(int(i) for i in found)
-    return tuple(sorted(ids))
-
-
-def fingerprint(files: TargetFiles, tokenizer: Any, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> str:
-    """What decides the captured states: weights, tokenizer, chat template, layer ids, dtype. 24 hex characters."""
-    parts = {
-        "weights": weights_digest(files),
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        "aux_layer_ids": list(aux_layer_ids),
-        "dtype": str(dtype),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

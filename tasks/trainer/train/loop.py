@@ -187,7 +187,8 @@ def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple
 
 
 def _choose_backends(config: RunConfig, draft: Eagle3Draft, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    attention, loss = config.train.attention, config.train.loss
+    attention: str = config.train.attention
+    loss: str = config.train.loss
     if attention == "auto":
         attention, why = choose_attention_backend(
             "auto", device=device, dtype=dtype, head_dim=draft.config.head_dim, training=True
