@@ -15,7 +15,11 @@ receipts/STAGE.json       written last by each stage: what it did. Without it th
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +93,27 @@ class RunDir:
     def drop_receipt(self, stage: str) -> None:
         """Mark a stage as not done, before what it made is replaced."""
         (self.receipts / f"{stage}.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self, *, patience: float = 20.0) -> Iterator[None]:
+        """Hold the run alone; the system frees the lock when the process dies, however it dies.
+
+        patience: seconds to wait for another holder, which may be saving its last checkpoint. Raises InputError then.
+        """
+        path = self.root / ".lock"
+        with path.open("w") as file:
+            deadline = time.monotonic() + patience
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise InputError(
+                            f"run_dir={str(self.root)!r}: another process works on this run; wait for it or stop it"
+                        ) from None
+                    time.sleep(0.2)
+            yield
 
     @property
     def config_path(self) -> Path:

@@ -29,7 +29,6 @@ from transformers import DynamicCache, GenerationConfig
 from tasks.trainer.acceptance.statistics import Round
 from tasks.trainer.target import Target
 
-
 # Where the answer must equal generate's token for token: rounding is too fine there to reorder real logits.
 EXACT_DTYPES = (torch.float32, torch.float64)
 

@@ -81,8 +81,8 @@ class Drafter:
         """
         hidden = self._last_hidden()
         logits = [self._draft.logits(hidden)]
-        for step, token in enumerate(token_ids.to(self._device).split(1), start=1):
-            hidden = self._advance(token, hidden, step)
+        for step in range(1, token_ids.shape[0] + 1):
+            hidden = self._advance(token_ids[step - 1 : step].to(self._device), hidden, step)
             logits.append(self._draft.logits(hidden))
         return torch.cat(logits)
 

@@ -122,8 +122,8 @@ def evaluate_acceptance(
             progress(done, len(prompts))
     if len(counts["draft"]) < 2:
         raise InputError(
-            f"only {len(counts['draft'])} of {len(prompts)} held-out prompts got an answer of two tokens or more before "
-            "it loops; tau needs two such answers: give more held-out prompts (evaluate.num_prompts) or other ones"
+            f"only {len(counts['draft'])} of {len(prompts)} held-out prompts got an answer of two or more tokens "
+            "before it loops; tau needs two such: give more held-out prompts (evaluate.num_prompts) or other ones"
         )
     counted = sum(c.num_tokens for c in counts["draft"])
     interval = partial(bootstrap_tau, counts["draft"], samples=bootstrap_samples, seed=seed)

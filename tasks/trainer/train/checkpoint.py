@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tasks.trainer.draft.eagle3 import DraftConfig
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import digest, read_json, sync_file, sync_folder, write_json
 from tasks.trainer.train.batches import Position
@@ -28,13 +29,14 @@ _FILES = ("draft.safetensors", "optimizer.safetensors")
 class Checkpoint:
     """State after `step` optimizer steps.
 
-    draft: fp32 masters, d2t and t2d by the draft's state-dict names. optimizer: moments by name. position: the next
-    pack. identity: the run's identity (config and data), so that a checkpoint is never continued by another run.
+    shape: the draft's. draft: fp32 masters, d2t and t2d by the draft's state-dict names. optimizer: moments by name.
+    position: the next pack. identity: the run's (config and data), so that another run never continues a checkpoint.
     """
 
     step: int
     position: Position
     identity: str
+    shape: DraftConfig
     draft: dict[str, Tensor]
     optimizer: dict[str, Tensor]
 
@@ -53,6 +55,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         "epoch": checkpoint.position.epoch,
         "pack": checkpoint.position.pack,
         "identity": checkpoint.identity,
+        "shape": asdict(checkpoint.shape),
         "digests": {name: digest(scratch / name) for name in _FILES},
     }
     write_json(scratch / "state.json", state)
@@ -88,6 +91,7 @@ def load_latest(folder: Path, *, identity: str | None = None) -> Checkpoint | No
             step=state["step"],
             position=Position(state["epoch"], state["pack"]),
             identity=state["identity"],
+            shape=DraftConfig(**{**state["shape"], "aux_layer_ids": tuple(state["shape"]["aux_layer_ids"])}),
             draft=load_file(path / _FILES[0]),
             optimizer=load_file(path / _FILES[1]),
         )

@@ -37,7 +37,7 @@ from tasks.trainer.train.optim import Optimizer
 logger = logging.getLogger(__name__)
 
 
-class Interrupted(Exception):
+class Interrupted(InterruptedError):
     """SIGTERM arrived; the state was saved after `step`."""
 
     def __init__(self, step: int) -> None:
@@ -121,7 +121,7 @@ def train(
                 state = {**draft.state_dict(), **optimizer.masters}
                 checkpoint.save(
                     run.checkpoints,
-                    checkpoint.Checkpoint(step, position, identity, state, optimizer.tensors()),
+                    checkpoint.Checkpoint(step, position, identity, draft.config, state, optimizer.tensors()),
                     keep=settings.keep_checkpoints,
                 )
             if stop.is_set() and step < settings.steps:

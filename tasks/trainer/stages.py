@@ -1,0 +1,141 @@
+"""The stages of a run, each a function of (config, run directory, progress) that returns its receipt.
+
+`python -m tasks.trainer.stages STAGE RUN_DIR` runs one as a process of its own: its CUDA memory is freed when it ends,
+a retry starts clean, and torchrun is the same path. It speaks JSON lines on stdout (progress, log, receipt, error) and
+exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from storage.errors import StoreError
+from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.errors import InputError
+from tasks.trainer.progress import JsonLines, Progress, emit
+from tasks.trainer.run_dir import RunDir
+
+Stage = Callable[[RunConfig, RunDir, Progress], dict[str, Any]]
+
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 75
+
+
+def prepare(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Conversations to samples and the draft vocabulary."""
+    from tasks.trainer.data.prepare import prepare_data
+
+    return prepare_data(config, run, progress)
+
+
+def capture(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Fill the store with the states it lacks."""
+    from tasks.trainer.capture import capture_missing
+
+    return capture_missing(config, run, progress)
+
+
+def train(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Train the draft, from the target itself (online) or from the store (offline)."""
+    from tasks.trainer.train.stage import train_draft
+
+    return train_draft(config, run, progress)
+
+
+def evaluate(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Measure acceptance by real speculative decoding, and held-out accuracy."""
+    from tasks.trainer.acceptance.stage import evaluate_draft
+
+    return evaluate_draft(config, run, progress)
+
+
+def export(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Write the folder that an engine loads."""
+    from tasks.trainer.export.stage import export_run
+
+    return export_run(config, run, run.draft)
+
+
+def report(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Tell what happened."""
+    from tasks.trainer.report import write_report
+
+    return write_report(config, run)
+
+
+STAGES: dict[str, Stage] = {
+    "prepare": prepare,
+    "capture": capture,
+    "train": train,
+    "evaluate": evaluate,
+    "export": export,
+    "report": report,
+}
+
+
+def run_stage(stage: str, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Run one stage under the run's lock and write its receipt last."""
+    with run.lock():
+        config = run.config()
+        run.drop_receipt(stage)
+        receipt = STAGES[stage](config, run, progress)
+        run.write_receipt(stage, receipt)
+    return receipt
+
+
+def stages_of(config: RunConfig) -> list[str]:
+    """The stages that a run of this config goes through, in order."""
+    offline = isinstance(config.hidden_states, Offline)
+    return ["prepare", *(["capture"] if offline else []), "train", "evaluate", "export", "report"]
+
+
+class _EventHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        emit({"event": "log", "level": record.levelname, "message": record.getMessage()})
+
+
+def _follow_parent() -> None:
+    """Stop when the process that started us dies without a word (kill -9): nobody would hear our results."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """Entry of the stage process."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.trainer.stages", description=__doc__)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("run_dir")
+    arguments = parser.parse_args()
+    _follow_parent()
+    logging.basicConfig(level=logging.INFO, handlers=[_EventHandler()])
+    logging.getLogger("tasks").setLevel(logging.INFO)
+    for noisy in ("httpx", "matplotlib", "transformers", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        receipt = run_stage(arguments.stage, RunDir.open(arguments.run_dir), JsonLines(arguments.stage))
+    except (InputError, StoreError) as error:
+        emit({"event": "error", "message": str(error)})
+        return EXIT_INPUT
+    except InterruptedError as error:
+        emit({"event": "error", "message": str(error)})
+        return EXIT_INTERRUPTED
+    emit({"event": "receipt", "receipt": receipt})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
