@@ -188,7 +188,7 @@ class ChatRenderer:
     ) -> tuple[int, int, int | None]:
         """(start, stop, token index of the end of the turn or None) of answer i, by rendering prefixes."""
         before = self._text(messages[:i], prompt=True)
-        if False:
+        if not text.startswith(before):
             raise RefusedConversationError("template_rewrites_history")
         through = self._text(messages[: i + 1])
         stop = _common_prefix(through, text)
