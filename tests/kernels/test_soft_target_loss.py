@@ -17,8 +17,8 @@ from kernels import reference, soft_target_loss_triton
 from kernels.soft_target_loss import SoftTargetLoss, choose_loss_backend, soft_target_loss
 
 BACKENDS = ["torch", "triton"]
-# Relative to the largest gradient. Gradients are rounded once to the logits' dtype, by the kernel as by the reference; a
-# value near the middle may fall either way, which costs the unit roundoff (2^-8 in bf16) at most. Triton's interpreter
+# Relative to the largest gradient. Gradients are rounded once to the logits' dtype, by the kernel as by the reference;
+# a value near the middle may fall either way, which costs the unit roundoff (2^-8 in bf16) at most. Triton's interpreter
 # truncates to bf16 instead of rounding, which costs twice that. In float32 exp() and the order of sums differ as well.
 EPS = {
     torch.bfloat16: 2**-8 if torch.cuda.is_available() else 2**-7,
