@@ -1,0 +1,259 @@
+"""Prepared data: what a run trains on, exactly: token ids and loss mask, one sample a conversation.
+
+Plain .npy arrays, memory-mapped: all samples end to end, cut apart by `offsets`. Nothing is decoded or copied on
+opening, several processes share the pages, and any tool can read them; there is no compression (5 bytes a token, to
+8 * D for the target's states). The receipt comes last and holds every file's checksum: a folder without it, or with
+one that does not match, is refused, which costs one pass over the files at opening.
+
+Token files hold users' text as surely as the conversations do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tasks.trainer.data.mask import ChatRenderer, RefusedConversationError
+from tasks.trainer.data.read import Conversation, Refusals
+from tasks.trainer.errors import InputError
+from tasks.trainer.files import digest, read_json, sync_file, sync_folder, write_json
+
+FORMAT = 1
+RECEIPT = "receipt.json"
+_ARRAYS = {
+    "token_ids": np.dtype(np.int32),  # [sum of T]
+    "loss_mask": np.dtype(np.bool_),  # [sum of T]
+    "offsets": np.dtype(np.int64),  # [num_samples + 1]: sample i is offsets[i] : offsets[i + 1]
+    "sample_ids": np.dtype("S32"),  # [num_samples]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSample:
+    """sample_id 32 hex characters; token_ids int32 [T]; loss_mask bool [T]."""
+
+    sample_id: str
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+
+
+def sample_id(token_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_]) -> str:
+    """blake2b-128 over the ids (little-endian int32), then the mask (a byte a token); 32 hex characters.
+
+    Both have the same length, so the bytes of one pair cannot read as another's.
+    """
+    assert token_ids.shape == loss_mask.shape
+    state = hashlib.blake2b(np.ascontiguousarray(token_ids, dtype="<i4").tobytes(), digest_size=16)
+    state.update(np.ascontiguousarray(loss_mask, dtype=np.bool_).tobytes())
+    return state.hexdigest()
+
+
+def prompt_id(conversation: Conversation) -> str:
+    """32 hex characters of everything before the first answer: what stays when the answers are regenerated."""
+    prompt = []
+    for message in conversation.messages:
+        if message.role == "assistant":
+            break
+        prompt.append([message.role, message.content])
+    return hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).hexdigest()
+
+
+def split(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held-out) conversations; each prompt's hash alone decides.
+
+    So regenerated answers, more conversations or another order move nothing, and no prompt is on both sides.
+    About `fraction` (0 <= fraction < 1) of the prompts are held out.
+
+    Raises:
+        InputError: one side is empty although `fraction` is not 0.
+    """
+    assert 0.0 <= fraction < 1.0
+    sides: tuple[list[Conversation], list[Conversation]] = ([], [])
+    for conversation in conversations:
+        sides[int(int(prompt_id(conversation), 16) < fraction * 2.0**128)].append(conversation)
+    if fraction and not all(sides):
+        side = "training" if sides[1] else "held-out"
+        raise InputError(
+            f"data.heldout_fraction={fraction} of {len(conversations)} conversations leaves no {side} one: "
+            "change it or give data.heldout_source"
+        )
+    return sides
+
+
+def make_samples(
+    conversations: Iterable[Conversation],
+    renderer: ChatRenderer,
+    *,
+    max_tokens: int | None = None,
+    on_long: Literal["cut", "refuse"] = "cut",
+    refusals: Refusals,
+) -> Iterator[PreparedSample]:
+    """Render and cut; what does not become a sample, or is cut, is counted in `refusals` with its place.
+
+    Reasons, besides the renderer's: `cut_too_long` (a sample, but shortened), `too_long` (refused), `duplicate`,
+    `nothing_supervised`, `no_supervised_left_after_cut`, and `fewer_than_two_supervised_in_a_row`: training predicts a
+    supervised token from a supervised one, so such a sample has no row at any step.
+    """
+    seen: set[str] = set()
+    for conversation in conversations:
+        try:
+            token_ids, loss_mask = renderer.render(conversation)
+        except RefusedConversationError as refused:
+            refusals.add(refused.reason, conversation.where)
+            continue
+        too_long = max_tokens is not None and len(token_ids) > max_tokens
+        reason = None
+        if too_long and on_long == "refuse":
+            reason = "too_long"
+        elif not loss_mask.any():
+            reason = "nothing_supervised"
+        else:
+            token_ids, loss_mask = token_ids[:max_tokens], loss_mask[:max_tokens]
+            if not loss_mask.any():
+                reason = "no_supervised_left_after_cut"
+            elif not (loss_mask[:-1] & loss_mask[1:]).any():
+                reason = "fewer_than_two_supervised_in_a_row"
+        identity = sample_id(token_ids, loss_mask)
+        if reason is None and identity in seen:
+            reason = "duplicate"
+        if reason is not None:
+            refusals.add(reason, conversation.where)
+            continue
+        if too_long:
+            refusals.add("cut_too_long", conversation.where)
+        seen.add(identity)
+        yield PreparedSample(identity, token_ids, loss_mask)
+
+
+class PreparedData(Sequence[PreparedSample]):
+    """The samples of one folder, in their order, memory-mapped read-only.
+
+    num_tokens, num_supervised; lengths int64 [n]; data_hash: 32 hex characters of the sample ids in order; refusals:
+    what was refused or cut on the way here.
+    """
+
+    def __init__(self, arrays: dict[str, npt.NDArray[Any]], receipt: dict[str, Any]) -> None:
+        self._token_ids = arrays["token_ids"]
+        self._loss_mask = arrays["loss_mask"]
+        self._offsets = arrays["offsets"]
+        self._sample_ids = arrays["sample_ids"]
+        self.num_tokens = int(receipt["num_tokens"])
+        self.num_supervised = int(receipt["num_supervised"])
+        self.data_hash = str(receipt["data_hash"])
+        self.refusals = Refusals(**receipt["refusals"])
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+
+    @classmethod
+    def write(
+        cls, folder: str | Path, samples: Iterable[PreparedSample], refusals: Refusals | None = None
+    ) -> PreparedData:
+        """Write the samples into `folder`, replacing what is there, and open it.
+
+        `refusals` are kept in the receipt; read after the last sample, so the ones `make_samples` fills will do.
+
+        Raises:
+            InputError: there is no sample, or the folder cannot be made.
+        """
+        folder, refusals = Path(folder), refusals or Refusals()
+        kept = list(samples)
+        if not kept:
+            raise InputError(f"nothing is supervised in any conversation; refused: {refusals.summary()}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RECEIPT).unlink(missing_ok=True)  # from here on the folder is incomplete, until the last line
+        except OSError as exc:
+            raise InputError(f"{folder} cannot be written: {exc.strerror}; choose another run_dir") from None
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "token_ids": np.concatenate([sample.token_ids for sample in kept]),
+            "loss_mask": np.concatenate([sample.loss_mask for sample in kept]),
+            "offsets": np.cumsum([0, *(len(sample.token_ids) for sample in kept)], dtype=np.int64),
+            "sample_ids": np.array([sample.sample_id.encode() for sample in kept], dtype="S32"),
+        }
+        checksums = {}
+        for name, dtype in _ARRAYS.items():
+            path = folder / f"{name}.npy"
+            scratch = folder / f".{name}.npy"
+            with scratch.open("wb") as file:
+                np.save(file, arrays[name].astype(dtype, copy=False), allow_pickle=False)
+            sync_file(scratch)
+            scratch.replace(path)
+            checksums[name] = digest(path)
+        sync_folder(folder)
+        receipt = {
+            "format": FORMAT,
+            "num_samples": len(kept),
+            "num_tokens": int(arrays["offsets"][-1]),
+            "num_supervised": int(arrays["loss_mask"].sum()),
+            "data_hash": _data_hash(arrays["sample_ids"]),
+            "checksums": checksums,
+            "refusals": {"counts": refusals.counts, "first": refusals.first},
+        }
+        write_json(folder / RECEIPT, receipt)
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> PreparedData:
+        """Open what `write` finished.
+
+        Raises:
+            InputError: no receipt (the writer was stopped), another format, a file that is missing or altered.
+        """
+        folder = Path(folder)
+        again = "run the prepare stage again"
+        try:
+            receipt = read_json(folder / RECEIPT)
+        except FileNotFoundError:
+            raise InputError(f"{folder} holds no complete prepared data (no {RECEIPT}): {again}") from None
+        except json.JSONDecodeError:
+            raise InputError(f"{folder / RECEIPT} is damaged: {again}") from None
+        if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
+            raise InputError(f"{folder / RECEIPT} is not of format {FORMAT}: {again}")
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name in _ARRAYS:
+            path = folder / f"{name}.npy"
+            if not path.is_file():
+                raise InputError(f"{path} is missing: {again}")
+            if digest(path) != receipt["checksums"][name]:
+                raise InputError(f"{path} does not match its receipt: {again}")
+            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return cls(arrays, receipt)
+
+    def __len__(self) -> int:
+        return len(self._sample_ids)
+
+    def __getitem__(self, index: int) -> PreparedSample:  # type: ignore[override]  # a slice has no use here
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
+        return PreparedSample(
+            self._sample_ids[index].decode(), self._token_ids[start:stop], self._loss_mask[start:stop]
+        )
+
+    def count_supervised(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """How often each token id is supervised, int64 [vocab_size].
+
+        Raises:
+            InputError: a token id outside the target's vocabulary: tokenizer and model do not belong together.
+        """
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for start in range(0, self.num_tokens, 1 << 22):  # 16 MiB of ids at a time
+            ids = self._token_ids[start : start + (1 << 22)]
+            if int(ids.max()) >= vocab_size:
+                raise InputError(
+                    f"token id {int(ids.max())} is outside the target's vocabulary of {vocab_size}: the tokenizer is "
+                    "not this model's"
+                )
+            counts += np.bincount(ids[self._loss_mask[start : start + (1 << 22)]], minlength=vocab_size)
+        return counts
+
+
+def _data_hash(sample_ids: npt.NDArray[np.bytes_]) -> str:
+    return hashlib.blake2b(sample_ids.tobytes(), digest_size=16).hexdigest()

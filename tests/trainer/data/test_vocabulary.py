@@ -1,0 +1,95 @@
+"""The draft vocabulary: who is in, in which order, and back from its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from tasks.trainer.data.vocabulary import Vocabulary, build_vocabulary
+from tasks.trainer.errors import InputError
+
+COUNTS = np.array([0, 5, 9, 0, 5, 5, 1, 0], dtype=np.int64)
+
+
+def test_most_frequent_then_lower_id_with_special_tokens_first() -> None:
+    """Red when ties depend on the sort, or the end-of-turn token (7, never seen) loses its place."""
+    assert build_vocabulary(COUNTS, 3).target_ids.tolist() == [1, 2, 4]
+    vocabulary = build_vocabulary(COUNTS, 3, special=[7])
+    assert vocabulary.target_ids.tolist() == [1, 2, 7]
+    assert vocabulary.coverage == pytest.approx(14 / 25)
+
+
+def test_a_short_list_is_filled_by_ascending_id() -> None:
+    """Red when fewer tokens come out than asked for, or the fill order is not the stated one."""
+    assert build_vocabulary(COUNTS, 7).target_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_full_vocabulary_is_the_identity() -> None:
+    """Red when Vd >= V is anything but d2t = 0."""
+    for size in (8, 100, None):
+        vocabulary = build_vocabulary(COUNTS, size)
+        assert len(vocabulary) == 8
+        assert not vocabulary.d2t.any()
+        assert vocabulary.t2d.all()
+        assert vocabulary.coverage == 1.0
+
+
+@given(
+    counts=st.lists(st.integers(0, 3), min_size=1, max_size=40).filter(any),
+    size=st.integers(1, 50),
+    data=st.data(),
+)
+def test_d2t_t2d_and_index_agree(counts: list[int], size: int, data: st.DataObject) -> None:
+    """Red when offset and membership differ, order is not ascending, or a left-out token has a higher count."""
+    array = np.array(counts, dtype=np.int64)
+    tokens = st.integers(0, len(counts) - 1)
+    special = data.draw(st.sets(tokens, max_size=min(size, len(counts))))
+    vocabulary = build_vocabulary(array, size, special)
+    ids = vocabulary.target_ids
+    assert vocabulary.d2t.dtype == np.int64
+    assert len(ids) == min(size, len(counts))
+    assert np.flatnonzero(vocabulary.t2d).tolist() == ids.tolist()
+    assert special <= set(ids.tolist())
+    assert vocabulary.draft_index[ids].tolist() == list(range(len(ids)))
+    assert (vocabulary.draft_index[~vocabulary.t2d] == -1).all()
+    chosen = [counts[i] for i in ids.tolist() if i not in special]
+    left_out = array[~vocabulary.t2d].tolist()
+    assert not chosen or not left_out or min(chosen) >= max(left_out)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    """Red when a value is lost on the way, or a scratch file stays."""
+    vocabulary = build_vocabulary(COUNTS, 3, special=[7])
+    path = tmp_path / "vocabulary.safetensors"
+    vocabulary.save(path)
+    loaded = Vocabulary.load(path)
+    assert loaded.d2t.tolist() == vocabulary.d2t.tolist()
+    assert loaded.t2d.tolist() == vocabulary.t2d.tolist()
+    assert loaded.coverage == vocabulary.coverage
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_wrong_input_is_named(tmp_path: Path) -> None:
+    """Red when an impossible request or a damaged file gives a vocabulary all the same."""
+    with pytest.raises(InputError, match=r"draft\.vocab_size=1 has no room for the 2"):
+        build_vocabulary(COUNTS, 1, special=[1, 2])
+    with pytest.raises(InputError, match="special token 8 is outside"):
+        build_vocabulary(COUNTS, 3, special=[8])
+    with pytest.raises(InputError, match="no supervised token"):
+        build_vocabulary(np.zeros(8, dtype=np.int64), 3)
+    path = tmp_path / "v.safetensors"
+    with pytest.raises(InputError, match="holds no draft vocabulary"):
+        Vocabulary.load(path)
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(InputError, match="holds no draft vocabulary"):
+        Vocabulary.load(path)
+    vocabulary = build_vocabulary(COUNTS, 3)
+    # d2t as target ids, the mistake that is made with this format
+    save_file({"d2t": vocabulary.target_ids, "t2d": vocabulary.t2d}, path, metadata={"coverage": "1.0"})
+    with pytest.raises(InputError, match="do not name the same tokens"):
+        Vocabulary.load(path)
