@@ -20,6 +20,16 @@ from tasks.report import report
 from tasks.train import train as train_task
 from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Offline, Online, RunConfig, Target, Train
 from tasks.trainer.run_dir import RunDir
+from tasks.trainer.stages import finished, stages_of
+
+NODES = {
+    "prepare": prepare,
+    "capture": capture,
+    "train": train_task,
+    "evaluate": evaluate_task,
+    "export": export,
+    "report": report,
+}
 
 
 @flow(name="train-draft", log_prints=False)
@@ -57,21 +67,15 @@ def train_draft(
     # A memory:// store lives and dies with one process, so all stages must share this one.
     in_process = isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
     logger = get_run_logger()
-    for stage in _stages(config):
-        receipt = run.receipt(stage.name) if run.is_current(stage.name, config) else None
-        if receipt is None:
-            receipt = stage(where, in_process=in_process)
+    for stage in stages_of(config):
+        if finished(stage, config, run):
+            logger.info("%s: done before", stage)
         else:
-            logger.info("%s: done before", stage.name)
+            receipt = NODES[stage](where, in_process=in_process)
     return receipt
 
 
-def _stages(config: RunConfig) -> list[Any]:
-    middle = [capture] if isinstance(config.hidden_states, Offline) else []
-    return [prepare, *middle, train_task, evaluate_task, export, report]
-
-
 if __name__ == "__main__":
-    from flows.cli import run_recipe
+    from flows.cli import main
 
-    sys.exit(run_recipe(sys.argv[1:]))
+    main(["train", *sys.argv[1:]])

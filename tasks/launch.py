@@ -17,11 +17,11 @@ from collections import deque
 from typing import Any
 
 from prefect.logging import get_run_logger
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tasks.trainer.errors import InputError
-from tasks.trainer.stages import EXIT_INPUT, EXIT_INTERRUPTED, STAGES, run_stage
 from tasks.trainer.run_dir import RunDir
+from tasks.trainer.stages import EXIT_INPUT, EXIT_INTERRUPTED, STAGES, run_stage
 
 # Prefect kills a cancelled flow 30 s after SIGTERM; the checkpoint and our own end must fit before.
 GRACE_SECONDS = 15.0
@@ -111,7 +111,7 @@ class _Display:
         self._stage = stage
         self._logger = get_run_logger()
         self._bar: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         self._logged = time.monotonic()
         if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
             from rich.console import Console

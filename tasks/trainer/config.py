@@ -86,6 +86,12 @@ class Data(_Group):
     batch_size: int = Field(32, ge=1, title="Regeneration batch", description="Prompts answered at once.")
     temperature: float = Field(0.0, ge=0.0, le=2.0, title="Temperature", description="Of regeneration; 0 is greedy.")
     seed: int = Field(0, ge=0, title="Seed", description="Seed of regeneration when it samples.")
+    date_string: str = Field(
+        "26 Jul 2024",
+        title="Date in the template",
+        description="For chat templates that print today's date: a fixed one, so that tomorrow the same conversation "
+        "still is the same sample.",
+    )
 
 
 class Online(BaseModel):

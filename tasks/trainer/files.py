@@ -8,6 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
+from tasks.trainer.errors import InputError
+
 
 def write_text(path: Path, text: str) -> None:
     """Write beside, fsync, rename. The folder must exist."""
@@ -49,3 +53,15 @@ def digest(path: Path) -> str:
     """blake2b of a file's bytes, 32 hex characters."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def digest_url(url: str) -> str:
+    """blake2b of what any fsspec URL holds, 32 hex characters. Raises InputError when it cannot be read."""
+    hasher = hashlib.blake2b(digest_size=16)
+    try:
+        with fsspec.open(url, "rb") as file:
+            while block := file.read(1 << 20):
+                hasher.update(block)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {url!r}: {getattr(error, 'strerror', None) or error}") from None
+    return hasher.hexdigest()

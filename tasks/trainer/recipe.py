@@ -82,13 +82,14 @@ def read_config(path: str, overrides: Sequence[str] = (), *, run_dir: str | None
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected groups (target, data, ...) at the top, got {type(values).__name__}")
     for override in overrides:
-        _apply(values, override)
+        apply_override(values, override)
     if run_dir is not None:
         values["run_dir"] = run_dir
     return load_config(values, where=path)
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place from `group.key=value`, the value in YAML. Raises InputError when it is no such."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise InputError(f"--set {override!r}: expected key=value, for example train.steps=200")

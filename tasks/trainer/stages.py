@@ -8,6 +8,8 @@ exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or 1.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
 import os
 import signal
@@ -18,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from storage.errors import StoreError
-from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.config import Offline, RunConfig, identity_fields
 from tasks.trainer.errors import InputError
+from tasks.trainer.files import digest_url
 from tasks.trainer.progress import JsonLines, Progress, emit
 from tasks.trainer.run_dir import RunDir
 
@@ -86,9 +89,37 @@ def run_stage(stage: str, run: RunDir, progress: Progress) -> dict[str, Any]:
     with run.lock():
         config = run.config()
         run.drop_receipt(stage)
-        receipt = STAGES[stage](config, run, progress)
+        inputs = stage_inputs(stage, config, run)
+        receipt = {**STAGES[stage](config, run, progress), "inputs": inputs}
         run.write_receipt(stage, receipt)
     return receipt
+
+
+def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
+    """A digest of everything that decides what a stage leaves; a receipt with the same one need not be made again."""
+    values: dict[str, Any] = {"stage": stage}
+    if stage == "prepare":
+        urls = [config.data.source, *([config.data.heldout_source] if config.data.heldout_source else [])]
+        values |= {"identity": identity_fields(config), "sources": [digest_url(url) for url in urls]}
+    elif stage == "train":
+        values |= {"identity": identity_fields(config), "prepare": run.receipt("prepare")}
+    elif stage == "evaluate":
+        values |= {"evaluate": config.evaluate.model_dump(mode="json"), "train": run.receipt("train")}
+    elif stage == "export":
+        values |= {"train": run.receipt("train")}
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def finished(stage: str, config: RunConfig, run: RunDir) -> dict[str, Any] | None:
+    """The receipt of a stage that need not run again, else None.
+
+    capture always runs, for a store can lose samples, and so does report.
+    """
+    receipt = run.receipt(stage)
+    if receipt is None or stage in ("capture", "report"):
+        return None
+    return receipt if receipt["inputs"] == stage_inputs(stage, config, run) else None
 
 
 def stages_of(config: RunConfig) -> list[str]:

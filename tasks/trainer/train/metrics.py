@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tasks.trainer.draft.ttt import Unrolled
+from tasks.trainer.train.curves import read_metrics
 
 
 @dataclass(slots=True)
@@ -80,11 +81,3 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a last line without its newline was cut by a kill and is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

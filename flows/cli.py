@@ -1,0 +1,90 @@
+"""The `eyas` command. It only mounts what each package owns, and prints users' mistakes as one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+# A temporary Prefect server needs longer than the default 20 s on a slow or busy machine.
+os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+
+import tasks.trainer.cli
+from storage.cli import app as store_app
+from storage.errors import StoreError
+from tasks.trainer.errors import InputError
+from tasks.trainer.recipe import read_config
+
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 75
+
+app = typer.Typer(
+    name="eyas",
+    help="Train EAGLE-3 draft models for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+tasks.trainer.cli.mount(app)
+app.add_typer(store_app, name="store", help="Look into a hidden-state store.")
+
+Recipe = Annotated[str, typer.Argument(help="YAML recipe: a complete run config.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=200.")]
+RunDirOption = Annotated[str | None, typer.Option("--run-dir", help="Where the run leaves everything.")]
+
+
+@app.command()
+def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> None:
+    """Run the train-draft flow: prepare, [capture], train, evaluate, export, report."""
+    config = read_config(recipe, set_ or [], run_dir=run_dir)
+    from flows.train_draft import train_draft
+
+    _log_mistakes_as_one_line()
+    receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
+    typer.echo(f"report: {receipt['report']}")
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[str, typer.Option("--run-dir", help="Folder for both runs.")] = "runs/demo",
+    set_: Set = None,
+) -> None:
+    """Train a draft for a real small model, online and offline, and compare the two."""
+    from flows.demo import run_demo
+
+    _log_mistakes_as_one_line()
+    run_demo(run_dir, set_ or [])
+
+
+class _OneLine(logging.Filter):
+    """Prefect logs every exception of a flow with its traceback; a user's mistake needs none."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], InputError | StoreError | InterruptedError):
+            record.exc_info = None
+            record.exc_text = None
+        return True
+
+
+def _log_mistakes_as_one_line() -> None:
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_OneLine())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the `eyas` command; exits 2 when the input is wrong, 75 when it was stopped and may be continued."""
+    try:
+        app(arguments)
+    except (InputError, StoreError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(EXIT_INPUT)
+    except InterruptedError as error:
+        sys.stderr.write(f"stopped: {error}\n")
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Teacher-forced metrics on held-out documents: cheap, exact, and comparable between runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.ttt import unroll
+from tasks.trainer.train.batches import StatesSource, assemble
+from tasks.trainer.train.metrics import Sums
+
+
+@torch.no_grad()
+def heldout_metrics(
+    draft: Eagle3Draft, source: StatesSource, data: PreparedData, *, head: Tensor, ttt_steps: int, attention: str
+) -> dict[str, Any]:
+    """step_losses, acc, alpha by depth and simulated tau over all documents; head [Vd, D] as in training."""
+    sums = Sums(ttt_steps)
+    draft_ids = draft.draft_ids()
+    for sample in data:
+        batch = assemble([sample], source).to(str(head.device))
+        # Weight 1: the sums of row losses are wanted, not a training loss.
+        unrolled = unroll(
+            draft,
+            batch,
+            ttt_steps=ttt_steps,
+            row_weight=[1.0] * ttt_steps,
+            head=head,
+            draft_ids=draft_ids,
+            attention=attention,
+            loss_backend="torch",
+        )
+        sums.add(unrolled)
+    summary = sums.summary()
+    summary.pop("loss")
+    return summary

@@ -1,0 +1,99 @@
+"""The evaluate stage: what the trained draft is worth on held-out prompts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kernels.ttt_attention import choose_attention_backend
+from tasks.trainer.acceptance.evaluate import evaluate_acceptance
+from tasks.trainer.acceptance.heldout import heldout_metrics
+from tasks.trainer.config import RunConfig
+from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.shape import trained_draft
+from tasks.trainer.errors import InputError
+from tasks.trainer.files import write_json
+from tasks.trainer.progress import Progress
+from tasks.trainer.run_dir import RunDir
+from tasks.trainer.target import Target
+from tasks.trainer.train import checkpoint
+from tasks.trainer.train.batches import OnlineSource
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Decode held-out prompts with the newest checkpoint; writes evaluation.json and returns the receipt.
+
+    Raises InputError when the run has no checkpoint or no held-out prompts.
+    """
+    prepared = run.receipt("prepare")
+    found = checkpoint.load_latest(run.checkpoints)
+    if prepared is None or found is None:
+        raise InputError(f"{run.root} has no trained draft yet; run `eyas train` first")
+    settings = config.evaluate
+    target = Target.load(
+        config.target.model,
+        dtype=config.target.dtype,
+        compute_dtype=settings.dtype,
+        aux_layer_ids=prepared["aux_layer_ids"],
+        chat_template=config.target.chat_template,
+        revision=config.target.revision,
+        device=prepared["device"],
+    )
+    draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
+    untrained = Eagle3Draft.initialise(
+        found.shape,
+        embedding=target.embedding,
+        head=target.head,
+        d2t=found.draft["d2t"],
+        t2d=found.draft["t2d"],
+        seed=config.train.seed,
+    ).to(target.device, target.dtype)
+    data = PreparedData.open(run.heldout_data)
+    attention, _ = choose_attention_backend(
+        "auto",
+        device=str(target.device.type),
+        dtype=target.dtype,
+        head_dim=found.shape.head_dim,
+        training=False,
+    )
+    heldout = heldout_metrics(
+        draft,
+        OnlineSource(target),
+        data,
+        head=target.head[draft.target_ids],
+        ttt_steps=config.train.ttt_steps,
+        attention=attention,
+    )
+    # The prompt is everything before the first supervised token: header included, as the target would be served.
+    prompts = []
+    for sample in data:
+        first = int(np.argmax(sample.loss_mask))
+        prompts.append(np.array(sample.token_ids[:first], dtype=np.int32))
+    acceptance = evaluate_acceptance(
+        target,
+        draft,
+        untrained,
+        prompts[: settings.num_prompts],
+        num_draft_tokens=settings.draft_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        tie_margin=settings.tie_margin,
+        bootstrap_samples=settings.bootstrap_samples,
+        seed=settings.seed,
+        progress=progress,
+    )
+    evaluation = {
+        "step": found.step,
+        "settings": settings.model_dump(mode="json"),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "heldout": heldout,
+        "heldout_samples": len(data),
+        "acceptance": asdict(acceptance),
+    }
+    write_json(run.evaluation, evaluation)
+    return {"tau": acceptance.tau, "lossless": acceptance.lossless, "step": found.step}

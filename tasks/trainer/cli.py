@@ -1,0 +1,91 @@
+"""The trainer's own commands: evaluate, export, config. They need no Prefect."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tasks.trainer.config import RunConfig
+from tasks.trainer.recipe import dump_config, load_config, read_config
+from tasks.trainer.run_dir import RunDir
+from tasks.trainer.stages import run_stage
+
+console = Console(stderr=True)
+
+RunDirArgument = Annotated[str, typer.Argument(help="A run directory, as `eyas train` leaves it.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override, for example evaluate.num_prompts=16.")]
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the trainer's commands to the `eyas` command."""
+    app.command()(evaluate)
+    app.command()(export)
+    app.command()(config)
+
+
+def evaluate(run_dir: RunDirArgument, set_: Set = None) -> None:
+    """Measure acceptance again, with the run's or other evaluate.* values, and renew the report."""
+    run = RunDir.open(run_dir)
+    values = run.config().model_dump(mode="json")
+    changed = read_overrides(values, set_ or [])
+    RunDir.create(changed)  # refuses a change that would make it another run
+    _run_with_bar(run, "evaluate")
+    receipt = _run_with_bar(run, "report")
+    typer.echo(f"report: {receipt['report']}")
+
+
+def export(run_dir: RunDirArgument, out: Annotated[str, typer.Argument(help="New folder.")]) -> None:
+    """Write the trained draft in the layout that SGLang and vLLM load."""
+    from tasks.trainer.export.stage import export_run
+
+    run = RunDir.open(run_dir)
+    receipt = export_run(run.config(), run, Path(out))
+    typer.echo(f"draft: {receipt['folder']}")
+
+
+def config(
+    recipe: Annotated[str | None, typer.Argument(help="YAML recipe.")] = None,
+    set_: Set = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of every option.")] = False,
+) -> None:
+    """Check a recipe and print it with every default written out, or print the schema."""
+    if schema:
+        typer.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
+    elif recipe is None:
+        raise typer.BadParameter("give a RECIPE, or --schema")
+    else:
+        typer.echo(dump_config(read_config(recipe, set_ or [])), nl=False)
+
+
+def read_overrides(values: dict[str, object], overrides: list[str]) -> RunConfig:
+    """A run's own config with overrides applied."""
+    from tasks.trainer.recipe import apply_override
+
+    for override in overrides:
+        apply_override(values, override)
+    return load_config(values)
+
+
+def _run_with_bar(run: RunDir, stage: str) -> dict[str, object]:
+    logging.basicConfig(level=logging.WARNING, handlers=[RichHandler(console=console)])
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(stage, total=None, note="")
+
+        def progress(done: int, total: int, note: str = "") -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        return run_stage(stage, run, progress)

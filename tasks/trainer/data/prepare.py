@@ -1,0 +1,125 @@
+"""The prepare stage: conversations in, samples and draft vocabulary out. What it lists is what the run trains on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tasks.trainer.config import RunConfig
+from tasks.trainer.data.mask import ChatRenderer
+from tasks.trainer.data.prepared import PreparedData, make_samples, split
+from tasks.trainer.data.read import Conversation, Refusals, read_conversations
+from tasks.trainer.data.regenerate import regenerate
+from tasks.trainer.data.vocabulary import build_vocabulary
+from tasks.trainer.progress import Progress
+from tasks.trainer.run_dir import RunDir
+from tasks.trainer.target import Target
+from tasks.trainer.target_text import TargetText, load_text, pick_device
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Read, hold out, regenerate if asked, render, and choose the draft vocabulary. Returns the receipt.
+
+    Raises InputError for everything that is wrong with the data or the target.
+    """
+    settings = config.data
+    device = pick_device(config.train.device)
+    text = load_text(
+        config.target.model,
+        dtype=config.target.dtype,
+        aux_layer_ids=config.target.aux_layer_ids,
+        chat_template=config.target.chat_template,
+        revision=config.target.revision,
+        device=device,
+    )
+    training, refusals = read_conversations([settings.source], on_error=settings.on_error)
+    if settings.heldout_source:
+        heldout, more = read_conversations([settings.heldout_source], on_error=settings.on_error)
+        refusals.merge(more)
+    else:
+        training, heldout = split(training, settings.heldout_fraction)
+    if settings.regenerate:
+        training, heldout = _answers(config, run, text, device, (training, heldout), refusals, progress)
+    arguments = {"date_string": settings.date_string}
+    renderer = ChatRenderer(text.tokenizer, text.eos_token_ids, template_arguments=arguments)
+    prepared = {}
+    for name, folder, conversations in (
+        ("train", run.train_data, training),
+        ("heldout", run.heldout_data, heldout),
+    ):
+        own = Refusals()
+        samples = make_samples(
+            conversations, renderer, max_tokens=settings.max_tokens, on_long=settings.on_long, refusals=own
+        )
+        prepared[name] = PreparedData.write(folder, samples, own)
+        refusals.merge(own)
+    target_vocab_size = int(text.config.vocab_size)
+    vocabulary = build_vocabulary(
+        prepared["train"].count_supervised(target_vocab_size), config.draft.vocab_size, text.eos_token_ids
+    )
+    vocabulary.save(run.vocabulary)
+    return {
+        "target": config.target.model,
+        "fingerprint": text.fingerprint,
+        "aux_layer_ids": list(text.aux_layer_ids),
+        "hidden_size": int(text.config.hidden_size),
+        "target_vocab_size": target_vocab_size,
+        "device": device,
+        "data_hash": prepared["train"].data_hash,
+        "refused": refusals.counts,
+        "refused_first": refusals.first,
+        "vocabulary_size": len(vocabulary),
+        "coverage": vocabulary.coverage,
+        "regenerated": len(training) + len(heldout) if settings.regenerate else 0,
+        **{
+            name: {"samples": len(data), "tokens": data.num_tokens, "supervised": data.num_supervised}
+            for name, data in prepared.items()
+        },
+    }
+
+
+def _answers(
+    config: RunConfig,
+    run: RunDir,
+    text: TargetText,
+    device: str,
+    parts: tuple[list[Conversation], list[Conversation]],
+    refusals: Refusals,
+    progress: Progress,
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Both parts with the target's own answers. The target is freed on return."""
+    settings = config.data
+    folder = Path(settings.regenerate_dir) if settings.regenerate_dir else run.answers
+    target = Target.load(
+        config.target.model,
+        dtype=config.target.dtype,
+        aux_layer_ids=text.aux_layer_ids,
+        chat_template=config.target.chat_template,
+        revision=config.target.revision,
+        device=device,
+    )
+    total = sum(len(part) for part in parts)
+
+    def shown(before: int) -> Callable[[int, int, int], None]:
+        return lambda done, _, tokens: progress(before + done, total, f"{tokens} tokens")
+
+    done = [
+        regenerate(
+            target,
+            part,
+            out_dir=folder,
+            fingerprint=text.fingerprint,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            refusals=refusals,
+            progress=shown(before),
+        )
+        for before, part in ((0, parts[0]), (len(parts[0]), parts[1]))
+    ]
+    return done[0], done[1]

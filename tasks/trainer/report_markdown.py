@@ -1,0 +1,159 @@
+"""The report as markdown: the answer first, then what it rests on."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+from tasks.trainer.config import RunConfig
+from tasks.trainer.report_plots import PLOTS
+
+
+def render(facts: dict[str, Any], config: RunConfig) -> str:
+    """The whole report; plots are linked as plots/NAME.png beside it."""
+    parts = [
+        f"# Draft for {config.target.model.rsplit('/', 1)[-1]}",
+        _verdict(facts),
+        f"![tau]({_plot('tau')})",
+        _acceptance(facts),
+        f"![depth]({_plot('depth')})",
+        "## Training",
+        f"![training]({_plot('training')})",
+        _training(facts, config),
+        "## Data",
+        _data(facts),
+        "## Hidden states",
+        _storage(facts),
+        "## What is where",
+        _places(facts, config),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def with_embedded_plots(path: Path) -> str:
+    """The report with its plots as data URIs: a Prefect artifact cannot read the run directory."""
+
+    def embed(match: re.Match[str]) -> str:
+        content = base64.b64encode((path.parent / match[2]).read_bytes()).decode()
+        return f"![{match[1]}](data:image/png;base64,{content})"
+
+    return re.sub(r"!\[(\w+)\]\((plots/[\w.]+)\)", embed, path.read_text(encoding="utf-8"))
+
+
+def _plot(name: str) -> str:
+    return f"plots/{PLOTS[name]}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    acceptance = facts["acceptance"]
+    low, high = facts["tau_interval"]
+    ngram_low, ngram_high = acceptance["tau_minus_ngram_interval"]
+    better = "better than" if ngram_low > 0 else "worse than" if ngram_high < 0 else "not told apart from"
+    check = (
+        "every answer equals `transformers.generate` token for token"
+        if acceptance["lossless_check"] == "generate"
+        else f"every token lies within {acceptance['tie_margin']} of its row's maximum logit "
+        f"({acceptance['num_not_argmax']} of {acceptance['num_tokens']} are not the exact argmax)"
+    )
+    lossless = f"lossless: {check}" if facts["lossless"] else (
+        f"**NOT lossless**: prompts {acceptance['lossy_prompts']} failed the check"
+    )  # fmt: skip
+    return (
+        f"The draft emits **{facts['tau']:.3f} tokens per target forward** (tau; 95% interval {low:.3f} to {high:.3f}; "
+        f"greedy, chain of {acceptance['num_draft_tokens']}), {better} n-gram lookup ({facts['tau_ngram']:.3f}) on the "
+        f"same answers; before training it was {facts['tau_untrained']:.3f}. Decoding was {lossless}."
+    )
+
+
+def _acceptance(facts: dict[str, Any]) -> str:
+    acceptance = facts["acceptance"]
+    depths = max(len(acceptance["acceptance"]), len(facts["acc"]))
+    header = ["", *(f"depth {depth}" for depth in range(depths))]
+
+    def row(name: str, values: list[float]) -> list[str]:
+        return [name, *(f"{value:.3f}" for value in values), *([""] * (depths - len(values)))]
+
+    rows = [
+        row("accepted, this draft", acceptance["acceptance"]),
+        row("accepted, n-gram lookup", acceptance["acceptance_ngram"]),
+        row("accepted, untrained draft", acceptance["acceptance_untrained"]),
+        row("acc, teacher-forced", facts["acc"]),
+        row("alpha, teacher-forced", facts["alpha"]),
+    ]
+    ngram, untrained = acceptance["tau_minus_ngram_interval"], acceptance["tau_minus_untrained_interval"]
+    return "\n\n".join([
+        _table(header, rows),
+        f"{acceptance['num_prompts']} held-out prompts, {acceptance['num_tokens']} tokens emitted, "
+        f"{acceptance['num_tokens_counted']} counted: the {acceptance['loop_share']:.0%} after an answer's first "
+        "repeated 8-gram are left out, for loops are free. Paired 95% intervals of tau: over n-gram lookup "
+        f"{ngram[0]:+.3f} to {ngram[1]:+.3f}, over the untrained draft {untrained[0]:+.3f} to {untrained[1]:+.3f}. "
+        f"Target computed in {facts['evaluation']['dtype']}; "
+        f"{acceptance['speculative_seconds']:.0f} s with the draft, {acceptance['plain_seconds']:.0f} s without (one "
+        "prompt at a time, Python loop: no serving speed).",
+    ])  # fmt: skip
+
+
+def _training(facts: dict[str, Any], config: RunConfig) -> str:
+    trained = facts["train"]
+    rate = facts["tokens"] / facts["train_seconds"] if facts["train_seconds"] else 0.0
+    rows = [
+        ["mode", facts["mode"]],
+        ["steps", f"{len(facts['losses']):,} optimizer steps, {config.train.ttt_steps} TTT steps"],
+        ["tokens", f"{facts['tokens']:,} ({rate:,.0f} tokens/s, {facts['train_seconds']:,.0f} s)"],
+        ["loss", f"{facts['losses'][0]:.3f} to {facts['losses'][-1]:.3f}"],
+        ["attention, loss", f"{trained['attention']}, {trained['loss']}"],
+        ["device, dtype", f"{trained['device']}, {trained['dtype']} with float32 masters"],
+    ]
+    return _table(["", ""], rows)
+
+
+def _data(facts: dict[str, Any]) -> str:
+    prepared = facts["prepare"]
+    rows = [
+        [name, f"{part['samples']:,}", f"{part['tokens']:,}", f"{part['supervised']:,}"]
+        for name, part in (("training", prepared["train"]), ("held out", prepared["heldout"]))
+    ]
+    text = [_table(["", "samples", "tokens", "supervised"], rows)]
+    counts = {reason: count for reason, count in prepared["refused"].items() if count}
+    refused = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts.items())
+    text.append(f"Cut or refused: {refused or 'none'}.")
+    text.append(
+        f"Draft vocabulary: {prepared['vocabulary_size']:,} of {prepared['target_vocab_size']:,} tokens, "
+        f"{prepared['coverage']:.1%} of the supervised tokens."
+    )
+    if prepared["regenerated"]:
+        text.append(f"Answers were regenerated by the target ({prepared['regenerated']:,} conversations).")
+    return "\n\n".join(text)
+
+
+def _storage(facts: dict[str, Any]) -> str:
+    raw, stored, captured = facts["raw_bytes_per_token"], facts["stored_bytes_per_token"], facts["capture"]
+    if not captured:
+        return f"Online: nothing stored. As raw bfloat16 the states would take {raw:,.0f} bytes a token."
+    return (
+        f"Store `{captured['store_url']}`, fingerprint `{captured['fingerprint']}`: "
+        f"{captured['store_samples']:,} samples, {captured['store_tokens']:,} tokens, "
+        f"{captured['stored_bytes'] / 1e6:,.1f} MB. **{stored:,.0f} bytes a token** against {raw:,.0f} raw "
+        f"({raw / stored:.2f} x smaller). This run captured {captured['captured_samples']:,} samples."
+    )
+
+
+def _places(facts: dict[str, Any], config: RunConfig) -> str:
+    export = facts["export"] or {}
+    rows = [
+        ["draft (SGLang and vLLM layout)", f"`{export.get('folder', '')}`"],
+        ["config, resolved", f"`{facts['run_dir']}/config.yaml`"],
+        ["metrics, one line a step", f"`{facts['run_dir']}/metrics.jsonl`"],
+        ["checkpoints", f"`{facts['run_dir']}/checkpoints`"],
+        ["fingerprint of the target", f"`{facts['prepare']['fingerprint']}`"],
+        ["data hash", f"`{facts['prepare']['data_hash']}`"],
+        ["versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())],
+    ]
+    return _table(["", ""], rows)

@@ -1,0 +1,100 @@
+"""The plots of a report, as PNG files: Prefect's UI shows no inline SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+INK, ACCENT, PALE = "#1f2a37", "#b4540a", "#8b98a8"
+
+PLOTS = {"training": "training.png", "depth": "depth.png", "tau": "tau.png"}
+
+
+def draw(facts: dict[str, Any], folder: Path) -> None:
+    """Write training.png (loss and accuracy by step), depth.png (by draft depth) and tau.png (against baselines)."""
+    style = {
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": PALE,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "figure.dpi": 120,
+    }
+    with plt.rc_context(style):
+        _training(facts, folder / PLOTS["training"])
+        _depth(facts, folder / PLOTS["depth"])
+        _tau(facts, folder / PLOTS["tau"])
+
+
+def _training(facts: dict[str, Any], path: Path) -> None:
+    steps = np.arange(1, len(facts["losses"]) + 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    left.plot(steps, facts["losses"], color=PALE, linewidth=0.8)
+    left.plot(steps, _smooth(facts["losses"]), color=ACCENT, linewidth=1.8)
+    left.set(title="Training loss", xlabel="optimizer step")
+    left.set_ylim(bottom=0)
+    accuracy = np.array(facts["curves"]["acc"], dtype=float)
+    shades = plt.get_cmap("YlOrBr")(np.linspace(0.9, 0.45, accuracy.shape[1]))
+    for depth, shade in enumerate(shades):
+        right.plot(steps, _smooth(accuracy[:, depth]), color=shade, linewidth=1.6, label=f"acc_{depth}")
+    right.set(title="Training accuracy by TTT step (smoothed)", xlabel="optimizer step")
+    right.set_ylim(bottom=0)
+    right.legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _depth(facts: dict[str, Any], path: Path) -> None:
+    acceptance = facts["acceptance"]
+    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    series = {
+        "draft, accepted": (acceptance["acceptance"], ACCENT, "o-"),
+        "draft, teacher-forced acc": (facts["acc"], INK, "s--"),
+        "n-gram lookup, accepted": (acceptance["acceptance_ngram"], PALE, "^-"),
+        "untrained draft, accepted": (acceptance["acceptance_untrained"], "#c9d1da", "v-"),
+    }
+    for label, (values, color, marker) in series.items():
+        axes.plot(range(len(values)), values, marker, color=color, label=label, markersize=5)
+    axes.set(title="Held-out acceptance by draft depth", xlabel="depth (given that all before were accepted)")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _tau(facts: dict[str, Any], path: Path) -> None:
+    low, high = facts["tau_interval"]
+    names = ["this draft", "n-gram lookup", "untrained draft"]
+    values = [facts["tau"], facts["tau_ngram"], facts["tau_untrained"]]
+    figure, axes = plt.subplots(figsize=(6.4, 2.3), layout="constrained")
+    bars = axes.barh(names, values, color=[ACCENT, PALE, "#c9d1da"], height=0.6)
+    axes.errorbar(values[0], 0, xerr=[[max(0.0, values[0] - low)], [max(0.0, high - values[0])]], color=INK, capsize=4)
+    axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=26, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(1.0, max([*values, high]) * 1.12)
+    axes.set(title="Tokens per target forward (tau), 95% interval")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: Any) -> Any:
+    """Exponential mean over about a fiftieth of the run."""
+    weight = min(1.0, 2.0 / (1 + max(1, len(values) / 50)))
+    smoothed, mean = [], None
+    for value in values:
+        mean = value if mean is None else mean + weight * (value - mean)
+        smoothed.append(mean)
+    return smoothed
