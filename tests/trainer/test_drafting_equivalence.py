@@ -184,7 +184,7 @@ MASKS: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when the comparison cannot tell a wrong base block; "the rule" shows that the mutants' code is itself right."""
+    """Red when the comparison cannot tell a wrong base block. "the rule" shows that the mutants' own code is right."""
     base_allowed, wrong = MASKS[name]
     draft = make_draft(torch.float64)
     drafted = drafted_logits(draft)

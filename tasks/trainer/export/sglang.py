@@ -121,14 +121,16 @@ def load_exported(folder: Path, *, embedding: Tensor) -> Eagle3Draft:
             f"the given target one of {tuple(embedding.shape)}; give the target it was trained for"
         )
     tensors = _read_tensors(folder / WEIGHTS_FILE)
-    with torch.device("meta"):
-        skeleton = Eagle3Draft(
-            config,
-            embedding=torch.empty(config.target_vocab_size, config.hidden_size),
-            d2t=torch.empty(config.vocab_size),
-            t2d=torch.empty(config.target_vocab_size),
-        )
-    expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    if "fc.weight" not in tensors:
+        raise InputError(f"{folder / WEIGHTS_FILE}: no tensor 'fc.weight'; export the draft again")
+    dtype = tensors["fc.weight"].dtype
+    draft = Eagle3Draft(
+        config,
+        embedding=embedding.to(dtype),
+        d2t=torch.zeros(config.vocab_size),
+        t2d=torch.zeros(config.target_vocab_size),
+    ).to(embedding.device, dtype)
+    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
     if missing := sorted(expected.keys() - tensors.keys()):
         raise InputError(f"{folder / WEIGHTS_FILE}: no tensor {missing[0]!r}; export the draft again")
     if unknown := sorted(tensors.keys() - expected.keys()):
@@ -139,12 +141,6 @@ def load_exported(folder: Path, *, embedding: Tensor) -> Eagle3Draft:
                 f"{folder / WEIGHTS_FILE}: {name} is {tuple(tensors[name].shape)}, {CONFIG_FILE} asks for {shape}"
             )
     _check_maps(tensors["d2t"], tensors["t2d"], folder / WEIGHTS_FILE)
-    draft = Eagle3Draft(
-        config,
-        embedding=embedding.to(tensors["fc.weight"].dtype),
-        d2t=tensors["d2t"],
-        t2d=tensors["t2d"],
-    ).to(embedding.device, tensors["fc.weight"].dtype)
     draft.load_state_dict(tensors)
     return draft
 

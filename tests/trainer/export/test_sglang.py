@@ -1,0 +1,277 @@
+"""The serving folder: what engines read from it, and our own way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
+from tasks.trainer.errors import InputError
+from tasks.trainer.export import sglang
+from tasks.trainer.export.sglang import export_draft, load_exported, serving_config
+from tasks.trainer.target import Target
+
+VOCAB = 48
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def make_draft(**changes: Any) -> Eagle3Draft:
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "vocab_size": 20,
+        "target_vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "aux_layer_ids": (1, 3, 6),
+    }
+    config = DraftConfig(**{**shape, **changes})
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(VOCAB, generator=generator)[:20].sort().values
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[chosen] = True
+    return Eagle3Draft.initialise(
+        config,
+        embedding=torch.rand(VOCAB, 32, generator=generator),
+        head=torch.rand(VOCAB, 32, generator=generator),
+        d2t=chosen - torch.arange(20),
+        t2d=t2d,
+        seed=0,
+    )
+
+
+def export(draft: Eagle3Draft, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    export_draft(draft, folder, target_name="org/target", dtype=dtype)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e5}, YARN], ids=["default", "yarn"])
+def test_round_trip(dtype: torch.dtype, rope: dict[str, Any], tmp_path: Path) -> None:
+    """Red when a tensor, a dtype or any field of the shape is lost on the way: weights, maps and logits are equal."""
+    draft = make_draft(rope_parameters=rope)
+    export(draft, tmp_path / "out", dtype)
+    loaded = load_exported(tmp_path / "out", embedding=draft.embedding)
+    assert loaded.config == draft.config
+    expected = draft.to(dtype)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+        assert loaded.state_dict()[name].dtype == tensor.dtype
+    assert torch.equal(loaded.embedding, expected.embedding)
+    hidden = torch.rand(5, 96).to(dtype)
+    positions = torch.arange(100, 105)
+    with torch.no_grad():
+        pair = [d.qkv(d.embed(torch.arange(5)), d.fuse(hidden), positions) for d in (loaded, expected)]
+    for ours, theirs in zip(*pair, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_tensors_are_those_engines_know(tmp_path: Path) -> None:
+    """Red when a name, a shape or the meaning of a map differs from the layout: vLLM raises on unknown names, SGLang
+    drops them without a word, and both read d2t as an offset."""
+    draft = make_draft()
+    export(draft, tmp_path / "out", torch.bfloat16)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": (32, 96),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (64, 64),
+        "midlayer.self_attn.k_proj.weight": (32, 64),
+        "midlayer.self_attn.v_proj.weight": (32, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 64),
+        "midlayer.mlp.gate_proj.weight": (24, 32),
+        "midlayer.mlp.up_proj.weight": (24, 32),
+        "midlayer.mlp.down_proj.weight": (32, 24),
+        "norm.weight": (32,),
+        "lm_head.weight": (20, 32),
+        "d2t": (20,),
+        "t2d": (VOCAB,),
+    }
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert all(t.dtype == torch.bfloat16 for name, t in tensors.items() if name not in ("d2t", "t2d"))
+    ids = torch.arange(20) + tensors["d2t"]
+    assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
+
+
+def test_config_says_everything_aloud(tmp_path: Path) -> None:
+    """Red when a key is left to a reader's default: the readers' defaults differ."""
+    config = export(make_draft(rope_parameters=YARN), tmp_path / "out", torch.bfloat16)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["model_type"] == "llama"
+    for switch in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "tie_word_embeddings"):
+        assert config[switch] is False
+    assert config["num_hidden_layers"] == 1
+    assert config["vocab_size"] == VOCAB
+    assert config["draft_vocab_size"] == 20
+    assert config["target_hidden_size"] == config["hidden_size"] == 32
+    assert config["max_position_embeddings"] == 256
+    assert config["eagle_config"]["use_aux_hidden_state"] is True
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["eyas"]["target"] == "org/target"
+    # Both spellings of the same rope.
+    assert config["rope_theta"] == YARN["rope_theta"]
+    assert config["rope_scaling"] == {key: value for key, value in YARN.items() if key != "rope_theta"}
+    assert config["rope_parameters"] == YARN
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e5}, YARN], ids=["default", "yarn"])
+def test_transformers_reads_the_same_shape(rope: dict[str, Any], tmp_path: Path) -> None:
+    """Red when the two spellings of the rope contradict each other, or a key has a name that LlamaConfig ignores."""
+    export(make_draft(rope_parameters=rope), tmp_path / "out")
+    config = LlamaConfig.from_pretrained(tmp_path / "out")
+    assert {key: config.rope_parameters[key] for key in rope} == rope
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert config.rms_norm_eps == 1e-6
+    assert config.dtype == torch.float32
+
+
+def test_layer_ids_in_each_engines_meaning() -> None:
+    """Red when either key is off by one: both must name the very states that the draft was trained on.
+
+    `output_hidden_states[k]` of transformers is the state that enters layer k, the embedding's output at k = 0; the
+    output of layer k is therefore entry k + 1. (The last entry is normed: no auxiliary layer here is the last.)
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=9,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
+    target = Target(model, None, name="tiny")
+    config = serving_config(
+        make_draft(aux_layer_ids=target.aux_layer_ids).config, target_name="tiny", dtype=torch.float32
+    )
+    token_ids = torch.arange(10)
+    _, aux_hidden = target.forward(token_ids[None], DynamicCache())
+    with torch.no_grad():
+        entering = model(input_ids=token_ids[None], output_hidden_states=True).hidden_states
+    vllm = [entering[k][0] for k in config["eagle_aux_hidden_state_layer_ids"]]
+    sglang_ = [entering[k + 1][0] for k in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    assert torch.equal(torch.cat(vllm, -1), aux_hidden)
+    assert torch.equal(torch.cat(sglang_, -1), aux_hidden)
+    # vLLM sorts its ids and feeds the states in that order.
+    assert config["eagle_aux_hidden_state_layer_ids"] == sorted(config["eagle_aux_hidden_state_layer_ids"])
+    # The default of both engines for 9 layers, each in its own words.
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 9 // 2, 9 - 3]
+
+
+def test_replaces_only_its_own(tmp_path: Path) -> None:
+    """Red when someone's folder is written over, or an earlier export is left half old and half new."""
+    draft = make_draft()
+    export(draft, tmp_path / "out")
+    draft.norm.weight.data.fill_(3.0)
+    export(draft, tmp_path / "out")
+    assert torch.equal(load_exported(tmp_path / "out", embedding=draft.embedding).norm.weight, draft.norm.weight)
+    (tmp_path / "empty").mkdir()
+    export(draft, tmp_path / "empty")
+
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    foreign = tmp_path / "model"
+    foreign.mkdir()
+    (foreign / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for folder, named in ((tmp_path / "out", "notes.txt"), (foreign, "config.json")):
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(InputError, match=named):
+            export(draft, folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is not a folder"):
+        export(draft, tmp_path / "file")
+    with pytest.raises(InputError, match="cannot write an export"):
+        export(draft, tmp_path / "file" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "model", "out"]
+
+
+@pytest.mark.parametrize("fails", ["save_file", "_sync", "_put_in_place"])
+def test_a_failed_export_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a folder appears before it is complete, or scratch is left behind; the earlier export must survive."""
+    draft = make_draft()
+    export(draft, tmp_path / "old")
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sglang, fails, fail)
+    for name in ("old", "new"):
+        with pytest.raises(OSError, match="No space"):
+            export(draft, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    load_exported(tmp_path / "old", embedding=draft.embedding)
+
+
+def _drop(name: str) -> Any:
+    return lambda config, tensors: tensors.pop(name)
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "missing tensor": (_drop("midlayer.mlp.up_proj.weight"), "no tensor 'midlayer.mlp.up_proj.weight'"),
+    "no weights at all": (lambda c, t: t.clear() or t.update(x=torch.ones(1)), "no tensor 'fc.weight'"),
+    "unknown tensor": (lambda c, t: t.update({"fc_norm.0.weight": torch.ones(32)}), "fc_norm.0.weight"),
+    "wrong shape": (lambda c, t: t.update({"norm.weight": torch.ones(31)}), r"norm.weight is \(31,\)"),
+    "absolute d2t": (lambda c, t: t["d2t"].add_(torch.arange(20)), "does not mark exactly"),
+    "d2t as floats": (lambda c, t: t.update({"d2t": t["d2t"].float()}), "d2t is torch.float32"),
+    "t2d of other ids": (lambda c, t: t["t2d"].copy_(t["t2d"].roll(1)), "does not mark exactly"),
+    "missing key": (lambda c, t: c.pop("head_dim"), "no key 'head_dim'"),
+    "one layer id convention for both": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 6]),
+        "plus one each",
+    ),
+    "another variant": (lambda c, t: c.update(norm_output=True), "norm_output=True"),
+    "another architecture": (lambda c, t: c.update(architectures=["LlamaForCausalLM"]), "architectures is"),
+    "several layers": (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
+    "another target": (lambda c, t: c.update(vocab_size=VOCAB + 1), "an embedding of"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named(name: str, tmp_path: Path) -> None:
+    """Red when a damaged or foreign folder is loaded, or refused without saying what is wrong, in one line."""
+    damage, message = FAULTS[name]
+    draft = make_draft()
+    folder = tmp_path / "out"
+    config = export(draft, folder)
+    tensors = load_file(folder / "model.safetensors")
+    damage(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=message) as caught:
+        load_exported(folder, embedding=draft.embedding)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
+    """Red when a missing or cut file gives anything but one line with its name."""
+    draft = make_draft()
+    folder = tmp_path / "out"
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_exported(folder, embedding=draft.embedding)
+    export(draft, folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"model.safetensors: damaged"):
+        load_exported(folder, embedding=draft.embedding)
+    weights.unlink()
+    with pytest.raises(InputError, match=r"no file .*model.safetensors"):
+        load_exported(folder, embedding=draft.embedding)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        load_exported(folder, embedding=draft.embedding)
