@@ -42,9 +42,9 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         refusals.merge(more)
     else:
         training, heldout = split(training, settings.heldout_fraction)
-    if settings.regenerate:
-        training, heldout = _answers(config, run, text, device, (training, heldout), refusals, progress)
     arguments = {"date_string": settings.date_string}
+    if settings.regenerate:
+        training, heldout = _answers(config, run, text, device, (training, heldout), arguments, refusals, progress)
     renderer = ChatRenderer(text.tokenizer, text.eos_token_ids, template_arguments=arguments)
     prepared = {}
     for name, folder, conversations in (
@@ -88,6 +88,7 @@ def _answers(
     text: TargetText,
     device: str,
     parts: tuple[list[Conversation], list[Conversation]],
+    arguments: dict[str, str],
     refusals: Refusals,
     progress: Progress,
 ) -> tuple[list[Conversation], list[Conversation]]:
@@ -117,6 +118,7 @@ def _answers(
             batch_size=settings.batch_size,
             temperature=settings.temperature,
             seed=settings.seed,
+            template_arguments=arguments,
             refusals=refusals,
             progress=shown(before),
         )
