@@ -151,6 +151,33 @@ class Offline(BaseModel):
 HiddenStates = Annotated[Online | Offline, Field(discriminator="mode")]
 
 
+def _own_keys(cls: type[BaseModel], values: Any) -> Any:
+    """Drop the sibling modes' keys, refuse all others that are not ours.
+
+    Prefect's form leaks the keys of the tab that was open before into the value, so `extra="forbid"` would refuse a
+    form filled correctly, and `extra="ignore"` would swallow a misspelt key.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    siblings = {name for mode in modes().values() for name in mode.model_fields}
+    for key in values:
+        if key not in cls.model_fields and key not in siblings:
+            raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
+    return {key: value for key, value in values.items() if key in cls.model_fields}
+
+
+def modes() -> dict[str, type[BaseModel]]:
+    """The hidden-state modes by name."""
+    union = get_args(HiddenStates)[0]
+    return {mode.model_fields["mode"].default: mode for mode in get_args(union)}
+
+
+def nearest(key: str, names: Any) -> str:
+    """`; did you mean 'x'?` for an unknown key, or the list of what there is."""
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(names)}"
+
+
 class Draft(_Group):
     """Shape of the draft. What is left empty follows the target."""
 
@@ -290,30 +317,3 @@ def identity_fields(config: RunConfig) -> dict[str, Any]:
         for key in keys:
             dumped[group].pop(key, None)
     return dumped
-
-
-def _own_keys(cls: type[BaseModel], values: Any) -> Any:
-    """Drop the sibling modes' keys, refuse all others that are not ours.
-
-    Prefect's form leaks the keys of the tab that was open before into the value, so `extra="forbid"` would refuse a
-    form filled correctly, and `extra="ignore"` would swallow a misspelt key.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    siblings = {name for mode in modes().values() for name in mode.model_fields}
-    for key in values:
-        if key not in cls.model_fields and key not in siblings:
-            raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
-    return {key: value for key, value in values.items() if key in cls.model_fields}
-
-
-def modes() -> dict[str, type[BaseModel]]:
-    """The hidden-state modes by name."""
-    union = get_args(HiddenStates)[0]
-    return {mode.model_fields["mode"].default: mode for mode in get_args(union)}
-
-
-def nearest(key: str, names: Any) -> str:
-    """`; did you mean 'x'?` for an unknown key, or the list of what there is."""
-    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(names)}"

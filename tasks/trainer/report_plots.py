@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 INK, ACCENT, PALE = "#1f2a37", "#b4540a", "#8b98a8"
 
@@ -18,7 +19,7 @@ PLOTS = {"training": "training.png", "depth": "depth.png", "tau": "tau.png"}
 
 def draw(facts: dict[str, Any], folder: Path) -> None:
     """Write training.png (loss and accuracy by step), depth.png (by draft depth) and tau.png (against baselines)."""
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -69,7 +70,7 @@ def _depth(facts: dict[str, Any], path: Path) -> None:
         axes.plot(range(len(values)), values, marker, color=color, label=label, markersize=5)
     axes.set(title="Held-out acceptance by draft depth", xlabel="depth (given that all before were accepted)")
     axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path)
     plt.close(figure)

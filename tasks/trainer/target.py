@@ -8,6 +8,7 @@ States are rounded to bfloat16 here, in one place, whether they go to a store or
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,9 @@ class Target:
         self.device = self.head.device
         self.dtype = self.head.dtype
         self.eos_token_ids = tuple(eos_token_ids)
+        # transformers 5.24 renames the argument and warns of the old name.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._decoder: nn.Module = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, self.num_layers, name)
 
@@ -160,7 +164,7 @@ class Target:
     def forward(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
         """Decode n more tokens, int64 [1, n], appending to `cache`. Returns logits [n, V], aux_hidden [n, 3D]."""
         with self._collect() as collected:
-            output = self.model(input_ids=token_ids.to(self.device), past_key_values=cache, use_cache=True)
+            output = self.model(input_ids=token_ids.to(self.device), use_cache=True, **{self._cache_argument: cache})
         aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1)
         return output.logits[0], aux_hidden
 

@@ -1,0 +1,144 @@
+"""The target: what is captured is what transformers computes, and wrong models are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tasks.trainer.errors import InputError
+from tasks.trainer.target import Target, load_ends
+from tasks.trainer.target_files import resolve
+from tasks.trainer.target_text import load_text
+from tests.conftest import write_target
+
+IDS = torch.arange(40) * 7 % 300
+
+
+def load(folder: Path, **changes: object) -> Target:
+    return Target.load(str(folder), **{"dtype": "bfloat16", **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_capture_equals_transformers(tied: bool, tmp_path: Path) -> None:
+    """Red when a hook sits on the wrong layer (off by one), the last state lacks the final norm, or argmax/lse are not
+    those of the full vocabulary."""
+    target = load(write_target(tmp_path, tied=tied))
+    states = target.capture(IDS, sample_id="x")
+    with torch.no_grad():
+        output = target.model(IDS[None], output_hidden_states=True)
+    expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.aux_layer_ids], -1)
+    assert target.aux_layer_ids == (1, 3, 4)
+    assert torch.equal(states.aux_hidden, expected)
+    assert torch.equal(states.last_hidden, output.hidden_states[-1][0])
+    logits = output.logits[0].float()
+    assert torch.equal(states.target_argmax.long(), logits.argmax(-1))
+    torch.testing.assert_close(states.target_lse, logits.logsumexp(-1))
+    assert {states.aux_hidden.dtype, states.last_hidden.dtype} == {torch.bfloat16}
+    assert states.target_argmax.dtype == torch.int32
+
+
+def test_cached_decoding_equals_one_forward(target_folder: Path) -> None:
+    """Red when positions or the auxiliary states of the second call do not continue the first."""
+    target = load(target_folder, compute_dtype="float32")
+    cache = DynamicCache(config=target.config)
+    parts = [target.forward(IDS[None, :25], cache), target.forward(IDS[None, 25:], cache)]
+    logits, aux_hidden = target.forward(IDS[None], DynamicCache(config=target.config))
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), aux_hidden, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_ends_alone_equal_the_models(tied: bool, shard_size: str, tmp_path: Path) -> None:
+    """Red when embedding or head are read wrongly from single or sharded, tied or untied checkpoints."""
+    folder = write_target(tmp_path / "one", tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    shutil.copytree(folder, tmp_path / "two")
+    for old in (tmp_path / "two").glob("*.safetensors"):
+        old.unlink()
+    model.save_pretrained(tmp_path / "two", max_shard_size=shard_size)
+    assert (len(list((tmp_path / "two").glob("*.safetensors"))) > 1) == (shard_size == "20KB")
+    ends = load_ends(str(tmp_path / "two"), dtype="bfloat16", revision=None, device="cpu")
+    target = load(tmp_path / "two")
+    assert torch.equal(ends.embedding, target.embedding)
+    assert torch.equal(ends.head, target.head)
+
+
+def fingerprint(folder: Path, **changes: object) -> str:
+    options = {"dtype": "bfloat16", "aux_layer_ids": None, "chat_template": None, "revision": None, "device": "cpu"}
+    return load_text(str(folder), **{**options, **changes}).fingerprint  # type: ignore[arg-type]
+
+
+def test_fingerprint_changes_with_whatever_changes_the_states(target_folder: Path, tmp_path: Path) -> None:
+    """Red when states of other weights, layers, template or dtype could be taken for this target's."""
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    moved = tmp_path / "moved"
+    shutil.copytree(target_folder, moved)
+    assert fingerprint(moved) == fingerprint(target_folder), "the same model elsewhere is the same target"
+    others = {
+        fingerprint(target_folder),
+        fingerprint(target_folder, aux_layer_ids=(0, 1, 2)),
+        fingerprint(target_folder, dtype="float32"),
+        fingerprint(target_folder, chat_template=str(template)),
+        fingerprint(write_target(tmp_path / "seed", seed=1)),
+    }
+    assert len(others) == 5
+
+
+def test_nan_is_refused_with_the_samples_id(target_folder: Path) -> None:
+    """Red when NaN states reach a store or the draft."""
+    target = load(target_folder)
+    torch.nn.init.constant_(target.model.model.layers[3].mlp.down_proj.weight, float("nan"))
+    with pytest.raises(InputError, match="sample 0123: .*NaN"):
+        target.capture(IDS, sample_id="0123")
+
+
+def test_too_few_layers(tmp_path: Path) -> None:
+    """Red when three auxiliary layers are made up, or fewer than three pass."""
+    small = write_target(tmp_path, num_layers=4)
+    with pytest.raises(InputError, match=r"4 layers.*target\.aux_layer_ids"):
+        load(small)
+    assert load(small, aux_layer_ids=(0, 1, 3)).aux_layer_ids == (0, 1, 3)
+    for wrong in ((0, 1, 4), (1, 0, 2), (0, 0, 1), (0, 1)):
+        with pytest.raises(InputError, match="three different ascending layers from 0 to 3"):
+            load(small, aux_layer_ids=wrong)
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    """Red when a base model is rendered with an invented template."""
+    folder = write_target(tmp_path, template=None)
+    with pytest.raises(InputError, match=r"no chat template; set target\.chat_template"):
+        load(folder)
+    with pytest.raises(InputError, match=r"absent\.jinja"):
+        load(folder, chat_template=str(tmp_path / "absent.jinja"))
+
+
+def test_models_that_are_none(tmp_path: Path, target_folder: Path) -> None:
+    """Red when a wrong path or pickled weights give a traceback, or are loaded."""
+    for name, reason in {
+        str(tmp_path / "absent"): "no such file or folder",
+        "package://no_such_package_here/x.gguf": "not installed",
+        str(tmp_path): r"no config\.json",
+        str(target_folder / "config.json"): r"not a \.gguf",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            resolve(name)
+    shutil.copy(target_folder / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(InputError, match=r"unpickles no \.bin"):
+        resolve(str(tmp_path))
+
+
+def test_softcapped_logits_are_refused(tmp_path: Path) -> None:
+    """Red when a target whose logits are not head(last_hidden) would give wrong soft targets in silence."""
+    folder = write_target(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
+    with pytest.raises(InputError, match="final_logit_softcapping=30"):
+        load(folder)
