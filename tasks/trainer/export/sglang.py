@@ -163,11 +163,18 @@ def _check_place(folder: Path) -> None:
 
 
 def _put_in_place(scratch: Path, folder: Path) -> None:
-    """Rename into place. An earlier export steps aside first: rename() does not replace a folder that has files."""
+    """Rename into place. An earlier export steps aside first: rename() does not replace a folder that has files. Killed
+    between the two renames, the earlier export remains beside its place, whole, under the hidden name."""
     aside = scratch.with_name(scratch.name + "-old")
-    if folder.is_dir() and any(folder.iterdir()):
+    replaces = folder.is_dir() and any(folder.iterdir())
+    if replaces:
         folder.rename(aside)
-    scratch.rename(folder)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if replaces:
+            aside.rename(folder)
+        raise
     _sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 

@@ -217,6 +217,24 @@ def test_a_failed_export_leaves_nothing(fails: str, tmp_path: Path, monkeypatch:
     load_exported(tmp_path / "old", embedding=draft.embedding)
 
 
+def test_a_failed_rename_brings_the_earlier_export_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when the earlier export stays aside under another name although the new one did not arrive."""
+    draft = make_draft()
+    export(draft, tmp_path / "out")
+    rule = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if (self / "model.safetensors").exists() and to.name == "out" and not self.name.endswith("-old"):
+            raise OSError(5, "Input/output error")
+        return rule(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        export(draft, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    load_exported(tmp_path / "out", embedding=draft.embedding)
+
+
 def _drop(name: str) -> Any:
     return lambda config, tensors: tensors.pop(name)
 
