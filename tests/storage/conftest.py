@@ -62,7 +62,7 @@ def make_sample() -> MakeSample:
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[Sample, Sample], None]:
-    """assert_same(got, want): equal bit for bit, dtypes included."""
+    """assert_same(got, want): equal bit for bit, dtypes included, and ready for torch.from_numpy."""
 
     def check(got: Sample, want: Sample) -> None:
         for field in dataclasses.fields(Sample):
@@ -73,5 +73,6 @@ def assert_same() -> Callable[[Sample, Sample], None]:
                 assert left.dtype == right.dtype, field.name
                 assert left.shape == right.shape, field.name
                 assert left.tobytes() == right.tobytes(), field.name
+                assert left.flags.writeable, field.name  # torch.from_numpy warns otherwise
 
     return check
