@@ -16,7 +16,8 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = "the young eagle sees a river and flies over green hills to find its nest before night comes".split()
+WORDS = """the young eagle sees a river and flies over green hills to find its nest before night comes
+while old birds rest""".split()  # noqa: SIM905
 
 
 def soak_trials(small: int) -> range:

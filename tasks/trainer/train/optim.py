@@ -87,7 +87,11 @@ class Optimizer:
                 "exp_avg": tensors[f"{name}.exp_avg"].to(master.device),
                 "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(master.device),
             }
-        # The schedule is a pure function of the step; its own state holds nothing else.
-        self.schedule.last_epoch = step - 1
-        self.adam._step_count = step  # type: ignore[attr-defined]  # else torch warns of a schedule run too early
-        self.schedule.step()
+        # The schedule is a pure function of the step, so it is set there, not replayed.
+        rates = [
+            base * factor(step) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.adam.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule.last_epoch = step
+        self.schedule._last_lr = rates
