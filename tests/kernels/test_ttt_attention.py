@@ -18,8 +18,11 @@ from kernels.ttt_attention import choose_attention_backend, ttt_attention
 
 # Relative to a tensor's largest value: one rounding more than the twin's (the base block's output is rounded before the
 # merge, its gradients before the diagonal terms are added), that is the unit roundoff, 2^-8 in bf16 and 2^-11 in fp16.
-# Four times 2^-24 in float32, where the order of the sums counts as well.
-EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22, torch.float64: 1e-14}
+# In float32 it is the order of the sums: a few thousand terms of a key's gradient, sqrt(3000) * 2^-24 = 2^-18.
+EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-19, torch.float64: 1e-14}
+# Absolute, where the truth is 0: a query that sees one key has no gradient, but dp - sum(grad * out) cancels in the
+# accumulation dtype only up to the rounding of dp, which is up to Dh in size.
+CANCELLATION = {torch.bfloat16: 2**-20, torch.float16: 2**-20, torch.float32: 2**-20, torch.float64: 1e-14}
 
 # Ragged on purpose: no multiple of any block; documents shorter than the steps, of length 1, empty ones.
 LAYOUTS = [(252,), (123, 1, 0, 2, 126), (1, 1, 1), (0, 3), (5, 128, 130)]
@@ -86,9 +89,14 @@ def assert_as_good_as_the_twin(unroll: Unroll, backend: str, dtype: torch.dtype,
         assert f.shape == t.shape
         if not t.numel():
             continue
-        size = t.abs().max().item()
-        error, bound = (f.double() - t).abs().max().item(), (n.double() - t).abs().max().item()
-        assert error <= bound + EPS[dtype] * size, f"tensor {index}: {error:.3g} > {bound:.3g}, size {size:.3g}"
+        # The maximum finds a wrong row, the root mean square what is a little wrong everywhere.
+        for order in (float("inf"), 2.0):
+            error, bound, size = (
+                torch.linalg.vector_norm(x.double(), order).item() / (t.numel() ** 0.5 if order == 2.0 else 1.0)
+                for x in (f - t, n - t, t)
+            )
+            allowed = bound + EPS[dtype] * size + CANCELLATION[dtype]
+            assert error <= allowed, f"tensor {index}: {error:.3g} > {allowed:.3g}, naive {bound:.3g}, size {size:.3g}"
 
 
 def loop_over_pairs(unroll: Unroll) -> list[Tensor]:
@@ -132,7 +140,7 @@ def test_fused_is_exact_in_float64(lengths: tuple[int, ...], heads: tuple[int, i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [(123, 1, 0, 2, 126), (507,)])
 def test_fused_in_low_precision(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Red when the merge runs in the inputs' dtype, or the log-sum-exp is rounded to it."""
+    """Red when the log-sum-exp is rounded to the inputs' dtype, or the CPU kernel's own bf16 backward is used."""
     assert_as_good_as_the_twin(Unroll(lengths, (6, 2, 24), 7, dtype, "cpu"), "fused", dtype)
 
 
@@ -175,7 +183,9 @@ def test_flex_forward(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_as_good_as_the_twin(Unroll(lengths, (6, 2, 16), 3, dtype, "cpu"), "flex", dtype, backward=False)
 
 
-@pytest.mark.parametrize("lengths", [(252,), (123, 1, 2, 126), (128, 128, 256), (5, 507), (1,) * 300, (640, 1, 383)])
+@pytest.mark.parametrize(
+    "lengths", [(252,), (123, 1, 2, 126), (128, 128, 256), (255, 100), (257, 99), (5, 507), (1,) * 300]
+)
 def test_block_mask_is_the_one_that_evaluation_finds(lengths: tuple[int, ...]) -> None:
     """Red when a block is left out, or called full that is not. (flex on the CPU does not look at the blocks.)"""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -242,16 +252,17 @@ def test_any_strides(backend: str) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-def test_any_strides_of_the_incoming_gradient() -> None:
-    """sum() sends back an expanded gradient, all of whose strides are 0. Red when the CPU kernel gets it as it is."""
-    unroll = Unroll((9, 4), (4, 2, 8), 1, torch.float64, "cpu")
+def test_any_strides_of_the_incoming_gradient(device: torch.device) -> None:
+    """sum() sends back an expanded gradient, all of whose strides are 0. Red on CUDA when flash gets it as it is."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    unroll = Unroll((9, 4), (4, 2, 8), 1, dtype, str(device))
     gradients = []
     for backend in ("eager", "fused"):
         rows = [tensor.clone().requires_grad_() for tensor in unroll.rows[0]]
         ttt_attention(*rows, document_lengths=unroll.lengths, backend=backend).sum().backward()
         gradients.append([tensor.grad for tensor in rows])
     for expected, found in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(found, expected, rtol=0, atol=4 * EPS[dtype])
 
 
 def test_flex_names_the_way_out_on_the_cpu() -> None:
@@ -323,6 +334,7 @@ def test_fused_on_cuda(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(123, 1, 0, 2, 126), (300,), (640, 1, 383)])
 def test_flex_on_cuda(lengths: tuple[int, ...], dtype: torch.dtype, cuda: torch.device) -> None:
@@ -331,6 +343,7 @@ def test_flex_on_cuda(lengths: tuple[int, ...], dtype: torch.dtype, cuda: torch.
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
 def test_flex_does_not_compile_for_every_length(cuda: torch.device) -> None:
     """Red when a new document layout or number of tokens compiles anew."""
     from torch._dynamo.utils import counters

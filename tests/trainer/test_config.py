@@ -39,11 +39,11 @@ def refused(**changes: Any) -> str:
         ({"train": {"attention": "flash"}}, ["train.attention='flash'", "fused"]),
         ({"data": {"source": "x", "heldout_fraction": 0.0}}, ["heldout_fraction", "heldout_source"]),
         ({"data": {}}, ["data.source is missing"]),
-        ({"hidden_states": {"mode": "offline", "shard_tokens": 1000}}, ["shard_tokens=1000", "chunk_tokens=512", "1024"]),
+        ({"hidden_states": {"mode": "offline", "shard_tokens": 1000}}, ["shard_tokens=1000", "use 1024"]),
     ],
 )  # fmt: skip
 def test_faults_name_the_key_and_the_way_out(changes: dict[str, Any], parts: list[str]) -> None:
-    """Red when an unknown key or an impossible combination is accepted, or its message does not name key and way out."""
+    """Red when an unknown key or an impossible combination is accepted, or the message lacks key or way out."""
     message = refused(**changes)
     for part in parts:
         assert part in message

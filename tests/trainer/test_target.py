@@ -95,7 +95,7 @@ def test_nan_is_refused_with_the_samples_id(target_folder: Path) -> None:
     """Red when NaN states reach a store or the draft."""
     target = load(target_folder)
     torch.nn.init.constant_(target.model.model.layers[3].mlp.down_proj.weight, float("nan"))
-    with pytest.raises(InputError, match="sample 0123: .*NaN"):
+    with pytest.raises(InputError, match=r"sample 0123: .*NaN"):
         target.capture(IDS, sample_id="0123")
 
 

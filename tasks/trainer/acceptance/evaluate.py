@@ -8,9 +8,8 @@ at a time, unbatched: slower than a server, but nothing is padded and nothing ap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,8 @@ from tasks.trainer.target import Target
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceReport:
-    """Greedy acceptance (temperature 0) of a chain of num_draft_tokens; acceptance/statistics.py defines tau.
+    """Greedy acceptance (temperature 0) of a chain of num_draft_tokens; acceptance/statistics.py defines tau. Plain
+    numbers, strings and sequences of them: `dataclasses.asdict` is JSON.
 
     tau, tau_ngram, tau_untrained: of the draft, of n-gram lookup and of the untrained draft, on the same answers.
     *_interval: 95% bootstrap intervals over prompts; those of differences are paired.
@@ -71,10 +71,6 @@ class AcceptanceReport:
     loop_share: float
     speculative_seconds: float
     plain_seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
 def evaluate_acceptance(

@@ -82,11 +82,10 @@ def train(
         optimizer.restore(found.optimizer, step=step)
         logger.info("continuing after step %d of %d", step, settings.steps)
     packs = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed).read_from(position)
-    metrics = MetricsFile(run.metrics, step=step)
     draft_ids = draft.draft_ids()
     first_step, tokens, started = step, 0, time.monotonic()
 
-    with _stop_on_sigterm() as stop:
+    with MetricsFile(run.metrics, step=step) as metrics, _stop_on_sigterm() as stop:
         while step < settings.steps:
             step_started = time.monotonic()
             group, position = _next_group(packs, settings.grad_accumulation)
@@ -126,7 +125,6 @@ def train(
                 )
             if stop.is_set() and step < settings.steps:
                 raise Interrupted(step)
-    metrics.close()
     return {
         "steps": step,
         "continued_from": first_step,

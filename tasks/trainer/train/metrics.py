@@ -79,5 +79,8 @@ class MetricsFile:
         """Before a checkpoint: its steps' lines must be on disk first."""
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._file.close()

@@ -208,10 +208,9 @@ def test_kill_9_in_the_middle_changes_nothing(recipe_values: Values) -> None:
     train = {"steps": 60, "checkpoint_every": 7}
     expected = make_run(recipe_values("whole", train=train))
     run = make_run(recipe_values("killed", train=train), until="prepare")
-    process = start(run)
-    wait_for_steps(run, 12, process)
-    process.kill()
-    process.wait()
+    with start(run) as process:
+        wait_for_steps(run, 12, process)
+        process.kill()
     assert len(read_metrics(run.metrics)) < 60
     run_stage("train", run, silent)
     receipt = run.receipt("train")
@@ -224,10 +223,10 @@ def test_sigterm_saves_and_exits_75(recipe_values: Values) -> None:
     """Red when a stopped trainer loses the steps since the last checkpoint, or claims success."""
     train = {"steps": 2000, "checkpoint_every": 1999}
     run = make_run(recipe_values(train=train), until="prepare")
-    process = start(run)
-    wait_for_steps(run, 5, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    with start(run) as process:
+        wait_for_steps(run, 5, process)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_INTERRUPTED
     assert json.loads(output.splitlines()[-1])["event"] == "error"
     assert run.receipt("train") is None
