@@ -140,7 +140,7 @@ def _triton_loss(
     from kernels.soft_target_loss_triton import INTERPRETED, InPlaceSoftTargetLoss
 
     if logits.device.type != "cuda" and not INTERPRETED:
-        raise ValueError("loss backend 'triton' cannot run: TRITON_INTERPRET=1 came after its first use; use 'torch'")
+        raise ValueError("loss backend 'triton' cannot run: TRITON_INTERPRET=1 came after its import; use 'torch'")
     for name, rows in (("logits", logits), ("target_logits", target_logits)):
         if rows.dtype == torch.float64:
             raise ValueError(f"loss backend 'triton' computes in float32, {name} are float64: use 'torch'")

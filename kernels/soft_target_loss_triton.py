@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# TRITON_INTERPRET=1 when this module was loaded: the kernels run in Python, on any device.
-INTERPRETED: bool = triton.knobs.runtime.interpret
+# The kernels run in Python, on any device: TRITON_INTERPRET=1 was set before triton was imported (which decides for its
+# own functions, as tl.sum) and before this module was (which decides for the kernels here).
+INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, triton.JITFunction)
 
 _MAX_BLOCK = 4096
 _NUM_WARPS = 8
