@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-# A temporary Prefect server needs longer than the default 20 s on a slow or busy machine.
+# A temporary Prefect server needs longer than the default 20 s on a slow or busy machine, and waits all of it when its
+# home's parent is missing, which it does not make.
 os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+if "PREFECT_HOME" in os.environ:
+    Path(os.environ["PREFECT_HOME"]).expanduser().mkdir(parents=True, exist_ok=True)
 
 import tasks.trainer.cli
 from storage.cli import app as store_app
