@@ -15,7 +15,7 @@ help:
 	@echo "make demo   train a draft for a real 135M model, online and offline (about 15 minutes on 2 cores)"
 	@echo "make test   run the tests (about 10 minutes on 2 cores)"
 	@echo "make check  ruff, mypy and the import rules"
-	@echo "make soak   long randomised trials, seeded (SOAK_TRIALS=200 SOAK_SEED=0)"
+	@echo "make soak   long randomised trials, seeded (SOAK_SEED=0)"
 	@echo "make clean  remove .venv and the demo's runs"
 
 demo: $(VENV)/demo
@@ -31,7 +31,7 @@ check: $(VENV)/installed
 	$(BIN)/lint-imports
 
 soak: $(VENV)/demo
-	EYAS_SOAK_TRIALS=$${SOAK_TRIALS:-200} EYAS_SOAK_SEED=$${SOAK_SEED:-0} $(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak
 
 clean:
 	rm -rf $(VENV) runs

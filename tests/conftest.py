@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# Before transformers, which imports triton: triton decides at its import whether its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -18,12 +23,6 @@ CHATML = (
 )
 WORDS = """the young eagle sees a river and flies over green hills to find its nest before night comes
 while old birds rest""".split()  # noqa: SIM905
-
-
-def soak_trials(small: int) -> range:
-    """Trial numbers of a random test: `small` of them in `make test`, EYAS_SOAK_TRIALS in `make soak`."""
-    first = int(os.environ.get("EYAS_SOAK_SEED", "0"))
-    return range(first, first + int(os.environ.get("EYAS_SOAK_TRIALS", small)))
 
 
 def write_target(

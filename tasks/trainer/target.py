@@ -96,6 +96,9 @@ class Target:
         self.device = self.head.device
         self.dtype = self.head.dtype
         self.eos_token_ids = tuple(eos_token_ids)
+        # After a prefill transformers hands the head a strided view [B, 1, D] of the last rows. torch's CPU matmul then
+        # copies the whole head once a batch row: 14 s for 96 prompts and a 28M head, against 0.1 s.
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         # transformers 5.24 renames the argument and warns of the old name.
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from tasks.trainer.config import Draft
+from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.shape import draft_shape
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import Target, load_ends
 from tasks.trainer.target_files import resolve
@@ -40,6 +43,44 @@ def test_capture_equals_transformers(tied: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(states.target_lse, logits.logsumexp(-1))
     assert {states.aux_hidden.dtype, states.last_hidden.dtype} == {torch.bfloat16}
     assert states.target_argmax.dtype == torch.int32
+
+
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gemma3_text": {"head_dim": 8},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 8, "n_head": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "max_position_embeddings": 131072},
+}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_capture_of_other_families(family: str) -> None:
+    """Red when a family's layers, final norm or head are not found where they are, or its draft has no shape."""
+    sizes = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
+        "pad_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**sizes, **ARCHITECTURES[family]})
+    target = Target(AutoModelForCausalLM.from_config(config).to(torch.bfloat16), None, name=family)
+    states = target.capture(IDS, sample_id="x")
+    with torch.no_grad():
+        output = target.model(IDS[None], output_hidden_states=True)
+    assert torch.equal(states.aux_hidden, torch.cat([output.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1))
+    assert torch.equal(states.last_hidden, output.hidden_states[-1][0])
+    assert torch.equal(states.target_argmax.long(), output.logits[0].float().argmax(-1))
+    shape = draft_shape(target.config, Draft(), vocab_size=100, target_vocab_size=300, aux_layer_ids=(1, 3, 4))
+    Eagle3Draft(
+        shape,
+        embedding=target.embedding,
+        d2t=torch.zeros(100, dtype=torch.int64),
+        t2d=torch.arange(300) < 100,
+    )
 
 
 def test_cached_decoding_equals_one_forward(target_folder: Path) -> None:
@@ -89,6 +130,16 @@ def test_fingerprint_changes_with_whatever_changes_the_states(target_folder: Pat
         fingerprint(write_target(tmp_path / "seed", seed=1)),
     }
     assert len(others) == 5
+
+
+def test_the_head_gets_contiguous_rows(target_folder: Path) -> None:
+    """Red when a batched prefill hands the head a strided view: on the CPU torch then copies it once a row."""
+    target = load(target_folder)
+    seen: list[bool] = []
+    head = target.model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
+    target.model(IDS.reshape(2, 20), logits_to_keep=1)
+    assert seen == [True]
 
 
 def test_nan_is_refused_with_the_samples_id(target_folder: Path) -> None:

@@ -35,7 +35,6 @@ from tasks.trainer.train.batches import OnlineSource, Packs, assemble
 from tasks.trainer.train.curves import read_metrics
 from tasks.trainer.train.loop import row_weights
 from tasks.trainer.train.optim import Optimizer
-from tests.conftest import soak_trials
 
 Values = Callable[..., dict[str, Any]]
 K = 3
@@ -265,12 +264,13 @@ def test_changed_data_is_another_run(recipe_values: Values) -> None:
         run_stage("train", run, silent)
 
 
-@pytest.mark.soak
-def test_random_kills(recipe_values: Values) -> None:
+@pytest.mark.parametrize("num_trials", [3, pytest.param(200, marks=pytest.mark.soak)])
+def test_random_kills(num_trials: int, recipe_values: Values) -> None:
     """Red when any kill moment loses or changes a bit. Forked after imports, so that a trial takes about a second."""
     train = {"steps": 12, "checkpoint_every": 3}
     expected = make_run(recipe_values("whole", train=train))
-    for trial in soak_trials(3):
+    first = int(os.environ.get("SOAK_SEED", "0"))
+    for trial in range(first, first + num_trials):
         run = make_run(recipe_values(f"trial-{trial}", train=train), until="prepare")
         chance = random.Random(trial)
         for _ in range(chance.randint(1, 3)):
