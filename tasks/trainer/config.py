@@ -192,6 +192,12 @@ class Draft(_Group):
     num_heads: int | None = Field(None, ge=1, title="Query heads", description="Empty: the target's.")
     num_kv_heads: int | None = Field(None, ge=1, title="Key/value heads", description="Empty: the target's.")
     head_dim: int | None = Field(None, ge=8, title="Head dimension", description="Empty: the target's.")
+    start: Literal["random", "target_layer"] = Field(
+        "random",
+        title="Start",
+        description="Weights before training: random projections, or the target's last layer and final norm reading "
+        "the highest auxiliary state (LLaMA-like targets, same sizes). The head always starts from the target's rows.",
+    )
 
 
 class Train(_Group):

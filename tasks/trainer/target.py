@@ -1,4 +1,4 @@
-"""The frozen target: capture of its hidden states, decoding with a cache, its embedding and head alone.
+"""The frozen target: capture of its hidden states, and decoding with a cache.
 
 The target always runs one unpadded document a forward. Batching or padding would be faster on short documents, but it
 changes a third of the bfloat16 values, and then online and offline runs no longer train on the same numbers.
@@ -13,13 +13,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from tasks.trainer.errors import InputError
@@ -103,7 +101,7 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._decoder: nn.Module = model.get_decoder()
-        self._layers = _decoder_layers(self._decoder, self.num_layers, name)
+        self._layers = decoder_layers(self._decoder, self.num_layers, name)
 
     @classmethod
     def load(
@@ -203,53 +201,9 @@ def head_statistics(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(argmax), torch.cat(lse)
 
 
-def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+def decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    """The list of the decoder's layers. Raises InputError when there is none of that length."""
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
         raise InputError(f"target {name!r}: found no list of {num_layers} decoder layers in {type(decoder).__name__}")
     return lists[0]
-
-
-@dataclass(frozen=True, slots=True)
-class TargetEnds:
-    """The target's embedding and head [V, D] without the layers between: all that offline training needs of it."""
-
-    config: Any
-    embedding: Tensor
-    head: Tensor
-
-
-def load_ends(model: str, *, dtype: str, revision: str | None, device: str) -> TargetEnds:
-    """Read embedding and head alone from the checkpoint (single or sharded safetensors, tied or untied).
-
-    Raises InputError when the checkpoint holds no tensor of the embedding's or head's name.
-    """
-    files = resolve(model, revision=revision)
-    torch_dtype = files_dtype(files, dtype, device)
-    folder = unpacked(files, str(torch_dtype).removeprefix("torch."))
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    names: dict[int, str] = {}
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)  # tied weights are stored under their first name
-    embedding_weight = skeleton.get_input_embeddings().weight
-    head_weight = skeleton.get_output_embeddings().weight
-    embedding = _read_tensor(folder, names[id(embedding_weight)], tuple(embedding_weight.shape))
-    tied = bool(config.get_text_config().tie_word_embeddings)
-    head = embedding if tied else _read_tensor(folder, names[id(head_weight)], tuple(head_weight.shape))
-    return TargetEnds(config.get_text_config(), embedding.to(device, torch_dtype), head.to(device, torch_dtype))
-
-
-def _read_tensor(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a checkpoint by its module name; some checkpoints differ from it in the prefix only."""
-    suffix = ".".join(name.split(".")[-2:])
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if key == name or key.endswith(suffix):
-                    tensor: Tensor = file.get_tensor(key)
-                    if tuple(tensor.shape) != shape:
-                        raise InputError(f"{path}: {key} has shape {tuple(tensor.shape)}, the config says {shape}")
-                    return tensor
-    raise InputError(f"{folder}: no tensor {name!r} in its safetensors files")

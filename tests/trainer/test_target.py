@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from kernels.ttt_attention import ttt_attention
 from tasks.trainer.config import Draft
 from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.shape import draft_shape
+from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.errors import InputError
-from tasks.trainer.target import Target, load_ends
+from tasks.trainer.target import Target
+from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_files import resolve
 from tasks.trainer.target_text import load_text
 from tests.conftest import write_target
@@ -193,3 +195,42 @@ def test_softcapped_logits_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
     with pytest.raises(InputError, match="final_logit_softcapping=30"):
         load(folder)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Path) -> None:
+    """Red when another layer is read, or a weight lands elsewhere: with the embedding's half of q, k, v at zero the
+    draft on the input of the last layer must give the target's logits. RoPE, norms and head included."""
+    folder = write_target(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size=shard_size)
+    for whole in (folder / "model.safetensors",) if shard_size == "20KB" else ():
+        whole.unlink()
+    ends = load_ends(str(folder), dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)
+    target = load(folder, compute_dtype="float32", aux_layer_ids=(1, 3, 6))
+    shape = draft_shape(target.config, Draft(), vocab_size=300, target_vocab_size=300, aux_layer_ids=(1, 3, 6))
+    maps = {"d2t": torch.zeros(300, dtype=torch.int64), "t2d": torch.ones(300, dtype=torch.bool)}
+    draft = fresh_draft(shape, Draft(start="target_layer"), ends, **maps, seed=0)
+    for projection in ("q_proj", "k_proj", "v_proj"):
+        getattr(draft.midlayer.self_attn, projection).weight.data[:, :32] = 0
+    logits, aux_hidden = target.forward(IDS[None], DynamicCache(config=target.config))
+    with torch.no_grad():
+        hidden = draft.fuse(aux_hidden)
+        query, key, value = draft.qkv(draft.embed(IDS), hidden, torch.arange(40))
+        attended = ttt_attention(query, key, value, document_lengths=[40], backend="eager")
+        torch.testing.assert_close(draft.logits(draft.finish(attended, hidden)), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_start_that_does_not_fit(tmp_path: Path) -> None:
+    """Red when a draft of other sizes, or of a target with other layers, starts from something else in silence."""
+    folder = str(write_target(tmp_path / "a"))
+    ends = load_ends(folder, dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)
+    chosen = Draft(start="target_layer", intermediate_size=64)
+    shape = draft_shape(ends.config, chosen, vocab_size=300, target_vocab_size=300, aux_layer_ids=(1, 3, 4))
+    maps = {"d2t": torch.zeros(300, dtype=torch.int64), "t2d": torch.ones(300, dtype=torch.bool)}
+    with pytest.raises(InputError, match=r"draft\.start=target_layer: mlp\.gate_proj.*draft\.start=random"):
+        fresh_draft(shape, chosen, ends, **maps, seed=0)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=8, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(InputError, match=r"gpt2.*draft\.start=random"):
+        load_ends(str(tmp_path / "gpt2"), dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)

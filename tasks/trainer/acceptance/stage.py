@@ -13,13 +13,13 @@ from tasks.trainer.acceptance.evaluate import evaluate_acceptance
 from tasks.trainer.acceptance.heldout import heldout_metrics
 from tasks.trainer.config import RunConfig
 from tasks.trainer.data.prepared import PreparedData
-from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.shape import trained_draft
+from tasks.trainer.draft.shape import fresh_draft, trained_draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import write_json
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
+from tasks.trainer.target_ends import load_ends
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import OnlineSource
 
@@ -46,13 +46,15 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         device=prepared["device"],
     )
     draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
-    untrained = Eagle3Draft.initialise(
-        found.shape,
-        embedding=target.embedding,
-        head=target.head,
-        d2t=found.draft["d2t"],
-        t2d=found.draft["t2d"],
-        seed=config.train.seed,
+    ends = load_ends(
+        config.target.model,
+        dtype=config.target.dtype,
+        revision=config.target.revision,
+        device=prepared["device"],
+        with_last_layer=config.draft.start == "target_layer",
+    )
+    untrained = fresh_draft(
+        found.shape, config.draft, ends, d2t=found.draft["d2t"], t2d=found.draft["t2d"], seed=config.train.seed
     ).to(target.device, target.dtype)
     data = PreparedData.open(run.heldout_data)
     attention, _ = choose_attention_backend(

@@ -9,6 +9,7 @@ Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,11 +132,21 @@ class Eagle3Draft(nn.Module):
 
     @classmethod
     def initialise(
-        cls, config: DraftConfig, *, embedding: Tensor, head: Tensor, d2t: Tensor, t2d: Tensor, seed: int
+        cls,
+        config: DraftConfig,
+        *,
+        embedding: Tensor,
+        head: Tensor,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        last_layer: Mapping[str, Tensor] | None = None,
     ) -> Eagle3Draft:
         """A fresh draft: projections N(0, 0.02) from `seed` on the CPU, the head from the target's rows.
 
-        embedding, head [V, D] of the target. Returns a float32 draft on the CPU, embedding included.
+        embedding, head [V, D] of the target. last_layer: the target's last decoder layer and final norm
+        (target_ends); given, the draft's layer starts as that one reading the highest auxiliary state. Returns a
+        float32 draft on the CPU, embedding included. Raises ValueError when the layer's shapes are not the draft's.
         """
         draft = cls(config, embedding=embedding.float().cpu(), d2t=d2t, t2d=t2d)
         generator = torch.Generator().manual_seed(seed)
@@ -144,7 +155,33 @@ class Eagle3Draft(nn.Module):
                 if parameter.ndim == 2 and name != "lm_head.weight":
                     parameter.normal_(0.0, 0.02, generator=generator)
             draft.lm_head.weight.copy_(head.cpu()[draft.target_ids].float())
+            if last_layer:
+                draft._start_from(last_layer)
         return draft
+
+    def _start_from(self, layer: Mapping[str, Tensor]) -> None:
+        """Become the target's last layer on the highest auxiliary state; the embedding's half of q, k, v stays random.
+
+        The layer's output then lies in the basis that the head reads, which a random draft first has to learn.
+        """
+        size = self.config.hidden_size
+        own: dict[str, Tensor] = dict(self.named_parameters())
+        for name, tensor in layer.items():
+            if name == "norm.weight":
+                place = own[name]
+            elif name == "input_layernorm.weight":
+                place = own["midlayer.hidden_norm.weight"]
+            else:
+                place = own[f"midlayer.{name}"]
+                if name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+                    place = place[:, size:]
+            if place.shape != tensor.shape:
+                raise ValueError(
+                    f"{name} of the target's last layer is {tuple(tensor.shape)}, the draft's {tuple(place.shape)}"
+                )
+            place.copy_(tensor.float())
+        self.fc.weight.zero_()
+        self.fc.weight[:, 2 * size :] = torch.eye(size)
 
     @property
     def target_ids(self) -> Tensor:

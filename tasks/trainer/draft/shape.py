@@ -1,4 +1,4 @@
-"""The draft's shape from the target's config and the user's choices, and drafts made from the two."""
+"""The draft's shape from the target's config and the user's choices; drafts made fresh or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from tasks.trainer.config import Draft
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
+from tasks.trainer.target_ends import TargetEnds
 
 
 def draft_shape(
@@ -61,6 +62,26 @@ def _rope_parameters(target_config: Any) -> dict[str, Any]:
     if "rope_theta" not in parameters:
         parameters["rope_theta"] = float(getattr(target_config, "rope_theta", 10000.0))
     return parameters
+
+
+def fresh_draft(
+    shape: DraftConfig, chosen: Draft, ends: TargetEnds, *, d2t: Tensor, t2d: Tensor, seed: int
+) -> Eagle3Draft:
+    """An untrained draft as `draft.start` says, float32 on the CPU. Raises InputError when it cannot start so."""
+    try:
+        return Eagle3Draft.initialise(
+            shape,
+            embedding=ends.embedding,
+            head=ends.head,
+            d2t=d2t,
+            t2d=t2d,
+            seed=seed,
+            last_layer=ends.last_layer if chosen.start == "target_layer" else None,
+        )
+    except ValueError as error:
+        raise InputError(
+            f"draft.start=target_layer: {error}; leave the draft's sizes empty, or use draft.start=random"
+        ) from None
 
 
 def trained_draft(

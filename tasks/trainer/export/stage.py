@@ -12,7 +12,7 @@ from tasks.trainer.draft.shape import trained_draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.export.sglang import export_draft, load_exported
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.target import load_ends
+from tasks.trainer.target_ends import load_ends
 from tasks.trainer.train import checkpoint
 
 

@@ -12,11 +12,11 @@ from tasks.trainer.capture import store_spec
 from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
-from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.shape import draft_shape
+from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.target import Target, load_ends
+from tasks.trainer.target import Target
+from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_text import pick_dtype
 from tasks.trainer.train.batches import OnlineSource, StatesSource, StoreSource
 from tasks.trainer.train.loop import train
@@ -31,10 +31,15 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
     device: str = prepared["device"]
     if device == "cuda" and config.train.deterministic:
         torch.use_deterministic_algorithms(True)
+    ends = load_ends(
+        config.target.model,
+        dtype=config.target.dtype,
+        revision=config.target.revision,
+        device=device,
+        with_last_layer=config.draft.start == "target_layer",
+    )
     source: StatesSource
     if isinstance(config.hidden_states, Offline):
-        ends = load_ends(config.target.model, dtype=config.target.dtype, revision=config.target.revision, device=device)
-        target_config, embedding, head = ends.config, ends.embedding, ends.head
         source = StoreSource(StoreReader(config.hidden_states.store_url, store_spec(config, prepared)))
     else:
         target = Target.load(
@@ -45,23 +50,22 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
             revision=config.target.revision,
             device=device,
         )
-        target_config, embedding, head = target.config, target.embedding, target.head
         source = OnlineSource(target)
     vocabulary = Vocabulary.load(run.vocabulary)
     d2t, t2d = torch.from_numpy(vocabulary.d2t), torch.from_numpy(vocabulary.t2d)
     shape = draft_shape(
-        target_config,
+        ends.config,
         config.draft,
         vocab_size=len(d2t),
-        target_vocab_size=head.shape[0],
+        target_vocab_size=ends.head.shape[0],
         aux_layer_ids=tuple(prepared["aux_layer_ids"]),
     )
-    draft = Eagle3Draft.initialise(shape, embedding=embedding, head=head, d2t=d2t, t2d=t2d, seed=config.train.seed)
+    draft = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
     return train(
         config,
         run,
         draft=draft,
-        head=head[draft.target_ids.to(head.device)],
+        head=ends.head[draft.target_ids.to(ends.head.device)],
         data=PreparedData.open(run.train_data),
         source=source,
         device=device,
