@@ -81,19 +81,21 @@ def _tau(facts: dict[str, Any], path: Path) -> None:
     names = ["this draft", "n-gram lookup", "untrained draft"]
     values = [facts["tau"], facts["tau_ngram"], facts["tau_untrained"]]
     figure, axes = plt.subplots(figsize=(6.4, 2.3), layout="constrained")
-    bars = axes.barh(names, values, color=[ACCENT, PALE, "#c9d1da"], height=0.6)
+    axes.barh(names, values, color=[ACCENT, PALE, "#c9d1da"], height=0.6)
     axes.errorbar(values[0], 0, xerr=[[max(0.0, values[0] - low)], [max(0.0, high - values[0])]], color=INK, capsize=4)
-    axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=26, fontsize=9)
+    longest = max([*values, high])
+    for row, (value, end) in enumerate(zip(values, [max(values[0], high), *values[1:]], strict=True)):
+        axes.text(end + 0.02 * (longest - 1), row, f" {value:.3f}", va="center", fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(1.0, max([*values, high]) * 1.12)
-    axes.set(title="Tokens per target forward (tau), 95% interval")
+    axes.set_xlim(1.0, 1.0 + 1.15 * max(longest - 1.0, 0.05))
+    axes.set(title="Tokens per target forward (tau), 95% interval; 1 is no speed-up")
     figure.savefig(path)
     plt.close(figure)
 
 
 def _smooth(values: Any) -> Any:
-    """Exponential mean over about a fiftieth of the run."""
-    weight = min(1.0, 2.0 / (1 + max(1, len(values) / 50)))
+    """Exponential mean over about a fiftieth of the run, at least eight steps."""
+    weight = 2.0 / (1 + max(8.0, len(values) / 50))
     smoothed, mean = [], None
     for value in values:
         mean = value if mean is None else mean + weight * (value - mean)
