@@ -9,10 +9,11 @@ from typing import Any
 
 from tasks.trainer.config import RunConfig
 from tasks.trainer.data.mask import ChatRenderer
-from tasks.trainer.data.prepared import PreparedData, make_samples, split
+from tasks.trainer.data.prepared import PreparedData, make_samples, prompt_id, split
 from tasks.trainer.data.read import Conversation, Refusals, read_conversations
 from tasks.trainer.data.regenerate import regenerate
 from tasks.trainer.data.vocabulary import build_vocabulary
+from tasks.trainer.errors import InputError
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
@@ -40,6 +41,7 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
     if settings.heldout_source:
         heldout, more = read_conversations([settings.heldout_source], on_error=settings.on_error)
         refusals.merge(more)
+        heldout = _without_training_prompts(heldout, training, refusals, settings.heldout_source)
     else:
         training, heldout = split(training, settings.heldout_fraction)
     arguments = {"date_string": settings.date_string}
@@ -80,6 +82,22 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
             for name, data in prepared.items()
         },
     }
+
+
+def _without_training_prompts(
+    heldout: list[Conversation], training: list[Conversation], refusals: Refusals, source: str
+) -> list[Conversation]:
+    """A held-out prompt that is trained on would flatter the draft: it is left out and counted."""
+    trained = {prompt_id(conversation) for conversation in training}
+    kept = []
+    for conversation in heldout:
+        if prompt_id(conversation) in trained:
+            refusals.add("heldout_prompt_in_training", conversation.where)
+        else:
+            kept.append(conversation)
+    if not kept:
+        raise InputError(f"every prompt of data.heldout_source={source!r} is in data.source too; hold out other ones")
+    return kept
 
 
 def _answers(
