@@ -66,7 +66,7 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
             committed = writer.committed()
             missing_samples = [sample for sample in data if sample.sample_id not in committed]
             if missing_samples:
-                target = _load(config, prepared)
+                target = Target.of(config.target, device=prepared["device"])
                 for done, sample in enumerate(missing_samples, 1):
                     token_ids = torch.from_numpy(np.array(sample.token_ids, dtype=np.int64))
                     captured_states = target.capture(token_ids, sample_id=sample.sample_id)
@@ -87,17 +87,6 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
         "stored_bytes": statistics.stored_bytes,
         "raw_bytes": statistics.raw_bytes,
     }
-
-
-def _load(config: RunConfig, prepared: dict[str, Any]) -> Target:
-    return Target.load(
-        config.target.model,
-        dtype=config.target.dtype,
-        aux_layer_ids=prepared["aux_layer_ids"],
-        chat_template=config.target.chat_template,
-        revision=config.target.revision,
-        device=prepared["device"],
-    )
 
 
 def to_stored(sample: PreparedSample, states: TargetStates) -> Sample:

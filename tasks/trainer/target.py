@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from tasks.trainer.config import Target as TargetChoice
 from tasks.trainer.errors import InputError
 from tasks.trainer.target_files import resolve, unpacked
 from tasks.trainer.target_text import check_aux_layer_ids, default_aux_layer_ids, files_dtype, load_text
@@ -143,6 +144,19 @@ class Target:
             aux_layer_ids=text.aux_layer_ids,
             eos_token_ids=text.eos_token_ids,
             fingerprint=text.fingerprint,
+        )
+
+    @classmethod
+    def of(cls, chosen: TargetChoice, *, device: str, compute_dtype: str = "auto") -> Target:
+        """`load` as a run's config says."""
+        return cls.load(
+            chosen.model,
+            dtype=chosen.dtype,
+            compute_dtype=compute_dtype,
+            aux_layer_ids=chosen.aux_layer_ids,
+            chat_template=chosen.chat_template,
+            revision=chosen.revision,
+            device=device,
         )
 
     @torch.no_grad()

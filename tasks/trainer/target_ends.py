@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tasks.trainer.config import Target as TargetChoice
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import decoder_layers
 from tasks.trainer.target_files import resolve, unpacked
@@ -44,16 +45,14 @@ class TargetEnds:
     last_layer: dict[str, Tensor]
 
 
-def load_ends(
-    model: str, *, dtype: str, revision: str | None, device: str, with_last_layer: bool = False
-) -> TargetEnds:
+def load_ends(chosen: TargetChoice, *, device: str, with_last_layer: bool = False) -> TargetEnds:
     """Read the ends (single or sharded safetensors, tied or untied), in the target's dtype.
 
     Raises InputError when the checkpoint holds no tensor of such a name, or, with_last_layer, when the target's layers
     are not built like the draft's.
     """
-    files = resolve(model, revision=revision)
-    torch_dtype = files_dtype(files, dtype, device)
+    files = resolve(chosen.model, revision=chosen.revision)
+    torch_dtype = files_dtype(files, chosen.dtype, device)
     folder = unpacked(files, str(torch_dtype).removeprefix("torch."))
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
@@ -70,7 +69,7 @@ def load_ends(
     head = embedding if text_config.tie_word_embeddings else read(skeleton.get_output_embeddings().weight)
     last_layer = {}
     if with_last_layer:
-        parameters = _last_layer(skeleton.get_decoder(), int(text_config.num_hidden_layers), model)
+        parameters = _last_layer(skeleton.get_decoder(), int(text_config.num_hidden_layers), chosen.model)
         last_layer = {name: read(parameter) for name, parameter in parameters.items()}
     return TargetEnds(text_config, embedding, head, last_layer)
 

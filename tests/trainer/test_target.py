@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kernels.ttt_attention import ttt_attention
 from tasks.trainer.config import Draft
+from tasks.trainer.config import Target as TargetChoice
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.errors import InputError
@@ -22,6 +23,10 @@ from tasks.trainer.target_text import load_text
 from tests.conftest import write_target
 
 IDS = torch.arange(40) * 7 % 300
+
+
+def choose(folder: str) -> TargetChoice:
+    return TargetChoice(model=folder, dtype="bfloat16")
 
 
 def load(folder: Path, **changes: object) -> Target:
@@ -106,7 +111,7 @@ def test_ends_alone_equal_the_models(tied: bool, shard_size: str, tmp_path: Path
         old.unlink()
     model.save_pretrained(tmp_path / "two", max_shard_size=shard_size)
     assert (len(list((tmp_path / "two").glob("*.safetensors"))) > 1) == (shard_size == "20KB")
-    ends = load_ends(str(tmp_path / "two"), dtype="bfloat16", revision=None, device="cpu")
+    ends = load_ends(choose(str(tmp_path / "two")), device="cpu")
     target = load(tmp_path / "two")
     assert torch.equal(ends.embedding, target.embedding)
     assert torch.equal(ends.head, target.head)
@@ -205,7 +210,7 @@ def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Pat
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size=shard_size)
     for whole in (folder / "model.safetensors",) if shard_size == "20KB" else ():
         whole.unlink()
-    ends = load_ends(str(folder), dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)
+    ends = load_ends(choose(str(folder)), device="cpu", with_last_layer=True)
     target = load(folder, compute_dtype="float32", aux_layer_ids=(1, 3, 6))
     shape = draft_shape(target.config, Draft(), vocab_size=300, target_vocab_size=300, aux_layer_ids=(1, 3, 6))
     maps = {"d2t": torch.zeros(300, dtype=torch.int64), "t2d": torch.ones(300, dtype=torch.bool)}
@@ -223,7 +228,7 @@ def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Pat
 def test_a_start_that_does_not_fit(tmp_path: Path) -> None:
     """Red when a draft of other sizes, or of a target with other layers, starts from something else in silence."""
     folder = str(write_target(tmp_path / "a"))
-    ends = load_ends(folder, dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)
+    ends = load_ends(choose(folder), device="cpu", with_last_layer=True)
     chosen = Draft(start="target_layer", intermediate_size=64)
     shape = draft_shape(ends.config, chosen, vocab_size=300, target_vocab_size=300, aux_layer_ids=(1, 3, 4))
     maps = {"d2t": torch.zeros(300, dtype=torch.int64), "t2d": torch.ones(300, dtype=torch.bool)}
@@ -233,4 +238,4 @@ def test_a_start_that_does_not_fit(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=8, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(InputError, match=r"gpt2.*draft\.start=random"):
-        load_ends(str(tmp_path / "gpt2"), dtype="bfloat16", revision=None, device="cpu", with_last_layer=True)
+        load_ends(choose(str(tmp_path / "gpt2")), device="cpu", with_last_layer=True)

@@ -36,23 +36,10 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
     if prepared is None or found is None:
         raise InputError(f"{run.root} has no trained draft yet; run `eyas train` first")
     settings = config.evaluate
-    target = Target.load(
-        config.target.model,
-        dtype=config.target.dtype,
-        compute_dtype=settings.dtype,
-        aux_layer_ids=prepared["aux_layer_ids"],
-        chat_template=config.target.chat_template,
-        revision=config.target.revision,
-        device=prepared["device"],
-    )
+    device: str = prepared["device"]
+    target = Target.of(config.target, device=device, compute_dtype=settings.dtype)
     draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
-    ends = load_ends(
-        config.target.model,
-        dtype=config.target.dtype,
-        revision=config.target.revision,
-        device=prepared["device"],
-        with_last_layer=config.draft.start == "target_layer",
-    )
+    ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
     untrained = fresh_draft(
         found.shape, config.draft, ends, d2t=found.draft["d2t"], t2d=found.draft["t2d"], seed=config.train.seed
     ).to(target.device, target.dtype)

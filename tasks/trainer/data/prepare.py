@@ -113,14 +113,7 @@ def _answers(
     """Both parts with the target's own answers. The target is freed on return."""
     settings = config.data
     folder = Path(settings.regenerate_dir) if settings.regenerate_dir else run.answers
-    target = Target.load(
-        config.target.model,
-        dtype=config.target.dtype,
-        aux_layer_ids=text.aux_layer_ids,
-        chat_template=config.target.chat_template,
-        revision=config.target.revision,
-        device=device,
-    )
+    target = Target.of(config.target, device=device)
     total = sum(len(part) for part in parts)
 
     def shown(before: int) -> Callable[[int, int, int], None]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
+from tasks.trainer.files import sync_file, sync_folder
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONFIG_FILE = "config.json"
@@ -60,7 +61,7 @@ def export_draft(draft: Eagle3Draft, folder: Path, *, target_name: str, dtype: t
         save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
         (scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in (scratch / WEIGHTS_FILE, scratch / CONFIG_FILE, scratch):
-            _sync(path)
+            sync_file(path)
         _put_in_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -175,16 +176,8 @@ def _put_in_place(scratch: Path, folder: Path) -> None:
         if replaces:
             aside.rename(folder)
         raise
-    _sync(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

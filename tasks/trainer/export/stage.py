@@ -25,9 +25,7 @@ def export_run(config: RunConfig, run: RunDir, folder: Path) -> dict[str, Any]:
     found = checkpoint.load_latest(run.checkpoints)
     if prepared is None or found is None:
         raise InputError(f"{run.root} has no trained draft yet; run `eyas train` first")
-    ends = load_ends(
-        config.target.model, dtype=config.target.dtype, revision=config.target.revision, device=prepared["device"]
-    )
+    ends = load_ends(config.target, device=prepared["device"])
     dtype = ends.head.dtype
     draft = trained_draft(found.shape, found.draft, embedding=ends.embedding, dtype=dtype)
     export_draft(draft, folder, target_name=config.target.model, dtype=dtype)

@@ -31,26 +31,12 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
     device: str = prepared["device"]
     if device == "cuda" and config.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    ends = load_ends(
-        config.target.model,
-        dtype=config.target.dtype,
-        revision=config.target.revision,
-        device=device,
-        with_last_layer=config.draft.start == "target_layer",
-    )
+    ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
     source: StatesSource
     if isinstance(config.hidden_states, Offline):
         source = StoreSource(StoreReader(config.hidden_states.store_url, store_spec(config, prepared)))
     else:
-        target = Target.load(
-            config.target.model,
-            dtype=config.target.dtype,
-            aux_layer_ids=prepared["aux_layer_ids"],
-            chat_template=config.target.chat_template,
-            revision=config.target.revision,
-            device=device,
-        )
-        source = OnlineSource(target)
+        source = OnlineSource(Target.of(config.target, device=device))
     vocabulary = Vocabulary.load(run.vocabulary)
     d2t, t2d = torch.from_numpy(vocabulary.d2t), torch.from_numpy(vocabulary.t2d)
     shape = draft_shape(
