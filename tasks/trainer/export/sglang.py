@@ -60,8 +60,9 @@ def export_draft(draft: Eagle3Draft, folder: Path, *, target_name: str, dtype: t
         scratch.chmod(0o755)  # mkdtemp makes it private, and the server may run as another user
         save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
         (scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for path in (scratch / WEIGHTS_FILE, scratch / CONFIG_FILE, scratch):
+        for path in (scratch / WEIGHTS_FILE, scratch / CONFIG_FILE):
             sync_file(path)
+        sync_folder(scratch)
         _put_in_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
