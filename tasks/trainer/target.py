@@ -210,8 +210,10 @@ def head_statistics(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     argmax, lse = [], []
     for rows in last_hidden.split(HEAD_CHUNK_ROWS):
         logits = (rows @ head.T).float()
-        argmax.append(logits.argmax(-1).to(torch.int32))
-        lse.append(logits.logsumexp(-1))
+        # Of equal logits the first index. In place: on the CPU each pass over [rows, V] counts.
+        maximum, index = logits.max(-1)
+        argmax.append(index.to(torch.int32))
+        lse.append(maximum + logits.sub_(maximum[:, None]).exp_().sum(-1).log_())
     return torch.cat(argmax), torch.cat(lse)
 
 

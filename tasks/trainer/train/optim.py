@@ -34,6 +34,7 @@ class Optimizer:
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=config.adam_betas,
+            fused=True,
         )
         self.schedule = get_scheduler(
             "cosine", self.adam, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
@@ -83,7 +84,7 @@ class Optimizer:
         """Continue after `step` updates with saved moments."""
         for name, master in self.masters.items():
             self.adam.state[master] = {
-                "step": torch.tensor(float(step)),
+                "step": torch.tensor(float(step), device=master.device),  # the fused update wants it there
                 "exp_avg": tensors[f"{name}.exp_avg"].to(master.device),
                 "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(master.device),
             }

@@ -200,7 +200,7 @@ def test_replaces_only_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "model", "out"]
 
 
-@pytest.mark.parametrize("fails", ["save_file", "_sync", "_put_in_place"])
+@pytest.mark.parametrize("fails", ["save_file", "sync_folder", "_put_in_place"])
 def test_a_failed_export_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a folder appears before it is complete, or scratch is left behind; the earlier export must survive."""
     draft = make_draft()
