@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -78,9 +79,20 @@ def _log_mistakes_as_one_line() -> None:
         logging.getLogger(name).addFilter(_OneLine())
 
 
+def _check_kernels() -> None:
+    """`kernels` is also the name of a package on the registry, which would be imported in place of ours."""
+    spec = importlib.util.find_spec("kernels")
+    found = Path(spec.origin).parent if spec and spec.origin else None
+    if found is None or found.parent != Path(__file__).parent.parent:
+        raise InputError(
+            f"the Python package `kernels` at {found} is not Eyas's; install Eyas in an environment of its own"
+        )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the `eyas` command; exits 2 when the input is wrong, 75 when it was stopped and may be continued."""
     try:
+        _check_kernels()
         app(arguments)
     except (InputError, StoreError) as error:
         sys.stderr.write(f"error: {error}\n")

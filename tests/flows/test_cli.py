@@ -48,6 +48,18 @@ def test_mistakes_before_the_run_are_one_line(
     assert "no run directory" in fails(["export", str(tmp_path), str(tmp_path / "out")], capsys)
 
 
+def test_another_kernels_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when the registry's package of the same name is imported in place of ours."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "kernels"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "environment of its own" in fails(["config", "--schema"], capsys)
+
+
 def test_mistakes_inside_a_stage_are_one_line_too(recipe_values: Values, tmp_path: Path) -> None:
     """Red when the error of a stage's process reaches the terminal as a traceback. Runs the real command."""
     source = tmp_path / "bad.jsonl"
