@@ -94,8 +94,8 @@ def _acceptance(facts: dict[str, Any]) -> str:
         f"{acceptance['num_tokens_counted']} counted: the {acceptance['loop_share']:.0%} after an answer's first "
         "repeated 8-gram are left out, for loops are free. Accepted counts proposals whose predecessors were accepted; "
         "n-gram lookup proposes only where the last tokens occurred before. Paired 95% intervals of tau: over n-gram "
-        f"lookup {ngram[0]:+.3f} to {ngram[1]:+.3f}, over the untrained draft {untrained[0]:+.3f} to {untrained[1]:+.3f}. "
-        f"Target computed in {facts['evaluation']['dtype']}; "
+        f"lookup {ngram[0]:+.3f} to {ngram[1]:+.3f}, over the untrained draft {untrained[0]:+.3f} to "
+        f"{untrained[1]:+.3f}. Target computed in {facts['evaluation']['dtype']}; "
         f"{acceptance['speculative_seconds']:.0f} s with the draft, {acceptance['plain_seconds']:.0f} s without (one "
         "prompt at a time, Python loop: no serving speed).",
     ])  # fmt: skip
