@@ -73,6 +73,7 @@ def launch(stage: str, run_dir: str, *, in_process: bool = False) -> dict[str, A
             code = process.wait()
     finally:
         _stop(process)
+        process.stdout.close()
     if code == EXIT_INPUT:
         raise InputError(error)
     if code == EXIT_INTERRUPTED:
