@@ -10,18 +10,26 @@ from torch import Tensor
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import unroll
+from tasks.trainer.progress import Progress
 from tasks.trainer.train.batches import StatesSource, assemble
 from tasks.trainer.train.metrics import Sums
 
 
 @torch.no_grad()
 def heldout_metrics(
-    draft: Eagle3Draft, source: StatesSource, data: PreparedData, *, head: Tensor, ttt_steps: int, attention: str
+    draft: Eagle3Draft,
+    source: StatesSource,
+    data: PreparedData,
+    *,
+    head: Tensor,
+    ttt_steps: int,
+    attention: str,
+    progress: Progress,
 ) -> dict[str, Any]:
     """step_losses, acc, alpha by depth and simulated tau over all documents; head [Vd, D] as in training."""
     sums = Sums(ttt_steps)
     draft_ids = draft.draft_ids()
-    for sample in data:
+    for done, sample in enumerate(data, start=1):
         batch = assemble([sample], source).to(str(head.device))
         # Weight 1: the sums of row losses are wanted, not a training loss.
         unrolled = unroll(
@@ -35,6 +43,7 @@ def heldout_metrics(
             loss_backend="torch",
         )
         sums.add(unrolled)
+        progress(done, len(data), "teacher-forced")
     summary = sums.summary()
     summary.pop("loss")
     return summary

@@ -58,6 +58,7 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         head=target.head[draft.target_ids],
         ttt_steps=config.train.ttt_steps,
         attention=attention,
+        progress=progress,
     )
     # The prompt is everything before the first supervised token: header included, as the target would be served.
     prompts = []

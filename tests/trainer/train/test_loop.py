@@ -133,7 +133,7 @@ class _Masks:
 
 
 def test_training_learns(recipe_values: Values) -> None:
-    """Red when the optimizer does not reach the draft: forty steps on 18 documents must halve the loss's excess."""
+    """Red when the optimizer does not reach the draft: forty steps on 18 documents must take 0.5 off the loss."""
     run = make_run(recipe_values(train={"steps": 40, "learning_rate": 1e-2}))
     curve = losses(run)
     assert np.mean(curve[-5:]) < np.mean(curve[:5]) - 0.5
