@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Prefect makes the last folder of PREFECT_HOME at its import, not that folder's parents. `make test` names one in
+# runs/, which a fresh clone lacks.
+if "PREFECT_HOME" in os.environ:
+    Path(os.environ["PREFECT_HOME"]).expanduser().mkdir(parents=True, exist_ok=True)
+
 from prefect.testing.utilities import prefect_test_harness
 
 
