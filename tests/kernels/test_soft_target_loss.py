@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, soft_target_loss_triton
+from kernels import reference, soft_target_rows_triton
 from kernels.soft_target_loss import SoftTargetLoss, choose_loss_backend, soft_target_loss
 
 BACKENDS = ["torch", "triton"]
@@ -322,7 +322,7 @@ def test_triton_on_the_cpu_is_refused_unless_interpreted(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="use 'torch'"):
         choose_loss_backend("triton", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(soft_target_loss_triton, "INTERPRETED", False)
+    monkeypatch.setattr(soft_target_rows_triton, "INTERPRETED", False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1 came after its import"):
         call(backend="triton")
 
