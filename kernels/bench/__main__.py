@@ -1,0 +1,5 @@
+"""`python -m kernels.bench`."""
+
+from kernels.bench.cli import main
+
+main()
