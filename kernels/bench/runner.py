@@ -43,9 +43,10 @@ class Group:
 class Case:
     """One problem and its variants.
 
-    variants: name -> group. settings: what `open_case` gets; a variant's own (variant_settings) are added for its group
-    alone. problem: what `error_of` gets. rounds: fewer than asked for where one turn is long. repeat: timed iterations
-    a turn. trim: every turn gives its memory back. fastest: recorded name -> variants of which only the faster is kept.
+    variants: name -> group. settings: what `open_case` gets. problem: what `error_of` gets, None for no error. rounds:
+    fewer than asked for where one turn is long. repeat: timed iterations a turn. trim: every turn gives its memory
+    back, and warms up anew. warm: an untimed iteration first. fastest: recorded name -> the variants of which only the
+    fastest of the first round is kept.
     """
 
     work: str
@@ -59,6 +60,7 @@ class Case:
     rounds: int = 99
     repeat: int = 1
     trim: bool = False
+    warm: bool = True
     fastest: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -202,7 +204,24 @@ class Bench:
         self._errors: dict[tuple[str, str], float | None] = {}
 
     def measure(self, case: Case) -> list[Row]:
-        """Prepare, take the rounds, release, and record. Running out of memory is a result, not a failure."""
+        """Take a case and record it."""
+        rows, raw = self.take(case)
+        self.record(rows, raw)
+        return rows
+
+    def record(self, rows: Sequence[Row], iterations: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows to the journal."""
+        self._journal.add(rows, iterations)
+
+    def say(self, text: str) -> None:
+        """A line for the terminal."""
+        self._journal.say(text)
+
+    def take(self, case: Case) -> tuple[list[Row], list[dict[str, Any]]]:
+        """Prepare, take the rounds, release: rows and the iterations behind them, not recorded.
+
+        Running out of memory is a result, not a failure: that row has no time.
+        """
         errors = {variant: self._error(case, variant, group) for variant, group in case.variants.items()}
         groups = dict.fromkeys(case.variants.values())
         lost = {group for group in groups if "oom" in self._pool[group].ask("prepare", settings=dict(case.settings))}
@@ -211,7 +230,7 @@ class Bench:
         slower: set[str] = set()
         for number in range(min(self._rounds, case.rounds)):
             for variant, group in list(running.items()):
-                warm = 1 if number == 0 or case.trim else 0
+                warm = 1 if case.warm and (number == 0 or case.trim) else 0
                 reply = self._pool[group].ask("run", variant=variant, warm=warm, repeat=case.repeat, trim=case.trim)
                 if "oom" in reply:
                     del running[variant]
@@ -233,8 +252,7 @@ class Bench:
         about = {"run": self._journal.run, "work": case.work, "tokens": case.tokens, "vocab": case.vocab,
                  "supervised": case.supervised, "shape": case.shape}  # fmt: skip
         raw = [{**about, "variant": variant, **one} for variant, iterations in taken.items() for one in iterations]
-        self._journal.add(rows, raw)
-        return rows
+        return rows, raw
 
     def _error(self, case: Case, variant: str, group: str) -> float | None:
         """The error of a variant; the same problem is solved once a run."""

@@ -44,8 +44,6 @@ class Worker:
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
         self._case: Any = None
-        self._inputs: set[int] = set()
-        self._input_bytes = 0
 
     def describe(self) -> dict[str, Any]:
         """What the results say about the machine."""
@@ -75,13 +73,11 @@ class Worker:
     def _prepare(self, settings: dict[str, Any]) -> dict[str, Any]:
         self._release()
         case = self._module.open_case(settings, self._device)
-        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in case.inputs}
-        self._input_bytes = _bytes_of(case.inputs)
         self._case = case
-        return {"input_bytes": self._input_bytes}
+        return {"input_bytes": _bytes_of(case.inputs)}
 
     def _release(self) -> dict[str, Any]:
-        self._case, self._inputs, self._input_bytes = None, set(), 0
+        self._case = None
         if self._cuda:  # what earlier cases' matrix products left behind would count as the next one's memory
             self._torch._C._cuda_clearCublasWorkspaces()
         self._trim()
@@ -103,14 +99,16 @@ class Worker:
 
     def _once(self, variant: str) -> dict[str, Any]:
         body: Callable[[], Iterable[Any]] = self._case.start(variant)
+        before = list(self._case.inputs)
         gc.collect()
         gc.disable()
         try:
             ms, returned, peak = self._timed(body)
         finally:
             gc.enable()
-        own = [tensor for tensor in returned if tensor.untyped_storage().data_ptr() not in self._inputs]
-        extra = None if peak is None else peak - self._input_bytes - _bytes_of(own)
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in before}
+        own = [tensor for tensor in returned if tensor.untyped_storage().data_ptr() not in inputs]
+        extra = None if peak is None else peak - _bytes_of(before) - _bytes_of(own)
         return {"ms": ms, "peak_bytes": peak, "extra_bytes": extra}
 
     def _timed(self, body: Callable[[], Iterable[Any]]) -> tuple[float, list[Any], int | None]:

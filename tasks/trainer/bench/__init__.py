@@ -1,0 +1,1 @@
+"""Benchmark of the whole training step: `eyas bench step`, or `python -m tasks.trainer.bench step`."""
