@@ -1,10 +1,10 @@
 """The eager twins: plain torch in the dtype of the inputs, one line of code a line of formula.
 
 They define what the fused kernels must compute. Run them in float64 for the truth, in the kernel's own dtype for
-the error that a naive implementation makes. The price is memory: attention holds the dense [H, T, T + k] scores,
+the error that a naive implementation makes. The price is memory: attention holds the dense [H, A, T + k] scores,
 the loss holds several [N, Vd] tensors in float32.
 
-Shapes: T tokens, H query heads, G key/value heads, Dh head dim, N rows, Vd draft vocabulary, k TTT step.
+Shapes: T tokens, A active rows, H query heads, G key/value heads, Dh head dim, N rows, Vd draft vocabulary, k TTT step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class SoftTargetLoss:
     """bool [N]: the draft's argmax is the target's; false where that lies outside the draft vocabulary."""
     alpha: Tensor
     """float32 (float64) [N]: sum(min(p, q)), p over the target's full vocabulary, q the draft's; no gradient."""
+    loss_sum: Tensor
+    """Scalar, in loss's dtype: the sum of the row losses, without the weight; no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,12 @@ def ttt_attention(
     step_values: Sequence[Tensor] = (),
     *,
     document_lengths: Sequence[int],
+    query_runs: Sequence[tuple[int, int]] | None = None,
     scale: float,
 ) -> Tensor:
     """Dense TTT attention; arguments and result as `kernels.ttt_attention.ttt_attention`.
 
-    The scores of row p, for two documents of two tokens at step 2 (x: attended):
+    The scores of row p, for two documents of two tokens at step 2 (x: attended), all rows active:
 
         base keys    step 1    step 2
         x . . .      x . . .   x . . .
@@ -101,10 +104,10 @@ def ttt_attention(
 
     The diagonal blocks are stored as one column a step.
     """
-    num_tokens, num_heads, _ = query.shape
-    queries_per_key = num_heads // base_key.shape[1]
+    num_tokens = base_key.shape[0]
+    queries_per_key = query.shape[1] // base_key.shape[1]
 
-    def by_head(rows: Tensor) -> Tensor:  # [T, G, Dh] -> [H, T, Dh]
+    def by_head(rows: Tensor) -> Tensor:  # [.., G, Dh] -> [H, .., Dh]
         return rows.repeat_interleave(queries_per_key, dim=1).transpose(0, 1)
 
     q = query.transpose(0, 1)
@@ -112,15 +115,16 @@ def ttt_attention(
         torch.arange(len(document_lengths), device=query.device),
         torch.tensor(document_lengths, dtype=torch.int64, device=query.device),
     )
-    row = torch.arange(num_tokens, device=query.device)
-    attended = (document[:, None] == document[None, :]) & (row[:, None] >= row[None, :])
+    column = torch.arange(num_tokens, device=query.device)
+    row = column if query_runs is None else torch.cat([column[:0], *(column[start:end] for start, end in query_runs)])
+    attended = (document[row][:, None] == document[None, :]) & (row[:, None] >= column[None, :])
     base_scores = (q @ by_head(base_key).transpose(1, 2) * scale).masked_fill(~attended, float("-inf"))
     step_scores = [(q * by_head(key)).sum(-1, keepdim=True) * scale for key in step_keys]
     probabilities = torch.cat([base_scores, *step_scores], dim=-1).softmax(dim=-1)
     attended_values = probabilities[..., :num_tokens] @ by_head(base_value)
     for step, value in enumerate(step_values):
-        column = num_tokens + step
-        attended_values = attended_values + probabilities[..., column : column + 1] * by_head(value)
+        share = probabilities[..., num_tokens + step, None]
+        attended_values = attended_values + share * by_head(value)
     return attended_values.transpose(0, 1).contiguous()
 
 
@@ -154,7 +158,8 @@ def soft_target_loss(
     if temperature != 1:
         log_q = logits.to(dtype).log_softmax(dim=-1)
     loss, correct, alpha = _rows(logits, log_q, cross_entropy, full_p, target_index, objective, mixing, lk_decay)
-    return SoftTargetLoss(loss=weight * loss.sum(), correct=correct, alpha=alpha)
+    total = loss.sum()
+    return SoftTargetLoss(loss=weight * total, correct=correct, alpha=alpha, loss_sum=total.detach())
 
 
 def linear_soft_target_loss(

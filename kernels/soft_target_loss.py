@@ -242,7 +242,7 @@ def _triton_loss(
         raise ValueError(
             "loss backend 'triton' overwrites the logits, whose rows share memory: pass logits.contiguous()"
         )
-    loss, correct, alpha = InPlaceSoftTargetLoss.apply(
+    loss, correct, alpha, loss_sum = InPlaceSoftTargetLoss.apply(
         logits,
         targets,
         None if target_row is None else target_row.contiguous(),
@@ -251,4 +251,4 @@ def _triton_loss(
         objective,
         write_gradient,
     )
-    return SoftTargetLoss(loss=loss, correct=correct, alpha=alpha)
+    return SoftTargetLoss(loss=loss, correct=correct, alpha=alpha, loss_sum=loss_sum)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.scale_triton import scale_in_place
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
-from kernels.soft_target_rows_triton import scale_in_place, soft_target_rows
+from kernels.soft_target_rows_triton import soft_target_rows
 
 
 class InPlaceSoftTargetLoss(torch.autograd.Function):
-    """(loss, correct, alpha) of `soft_target_loss`; with write_gradient the logits become the gradient."""
+    """(loss, correct, alpha, loss_sum) of `soft_target_loss`; with write_gradient the logits become the gradient."""
 
     @staticmethod
     def forward(
@@ -32,7 +33,7 @@ class InPlaceSoftTargetLoss(torch.autograd.Function):
         mixing: float | None,
         objective: Objective,
         write_gradient: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_rows = logits.shape[0]
         results = RowResults.empty(num_rows, logits.dtype, logits.device)
 
@@ -56,8 +57,9 @@ class InPlaceSoftTargetLoss(torch.autograd.Function):
             ctx.save_for_backward(logits)
         ctx.spent = False
         is_correct = results.correct.view(torch.bool)
-        ctx.mark_non_differentiable(is_correct, results.alpha)
-        return results.loss.sum() * weight, is_correct, results.alpha
+        loss_sum = results.loss.sum()
+        ctx.mark_non_differentiable(is_correct, results.alpha, loss_sum)
+        return loss_sum * weight, is_correct, results.alpha, loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,6 @@ This module imports triton; its callers import it only when it runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -25,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference import PROBABILITY_FLOOR
+from kernels.scale_triton import row_grid
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
 
 # The kernels run in Python, on any device: TRITON_INTERPRET=1 was set before triton was imported (which decides for its
@@ -331,36 +331,6 @@ def _log_sum_exp_kernel(logits_pointer, lse_pointer, num_rows, num_columns, row_
         tl.store(lse_pointer + row, lse * _LN2)
 
 
-@triton.jit
-def _scale_kernel(gradient_pointer, factor_pointer, num_rows, num_columns, row_stride, column_stride,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """gradient *= factor, the product in float32; nothing is read or written when the factor is 1, as in training."""
-    factor = tl.load(factor_pointer)
-    if factor != 1.0:
-        for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            gradient_row = gradient_pointer + tl.cast(row, tl.int64) * row_stride
-            block_columns = tl.arange(0, BLOCK).to(tl.int64)
-            for start in range(0, num_columns, BLOCK):
-                columns = start + block_columns
-                inside = columns < num_columns
-                pointers = gradient_row + columns * column_stride
-                gradient = tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * factor
-                tl.store(pointers, gradient.to(gradient_pointer.dtype.element_ty), mask=inside)
-
-
-@lru_cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _grid(num_rows: int, programs_per_processor: int, device: torch.device) -> tuple[int]:
-    if programs_per_processor == 0:
-        return (num_rows,)
-    return (min(num_rows, programs_per_processor * _num_processors(device)),)
-
-
 def _block(num_columns: int, launch: RowLaunch) -> int:
     block: int = triton.next_power_of_2(num_columns)
     return min(block, launch.block)
@@ -385,7 +355,7 @@ def soft_target_rows(
     launch = launch or row_launch(num_columns, logits.element_size())
     block = _block(num_columns, launch)
     with torch.cuda.device_of(logits):
-        _rows_kernel[_grid(num_rows, launch.programs_per_processor, logits.device)](
+        _rows_kernel[row_grid(num_rows, launch.programs_per_processor, logits.device)](
             logits,
             targets.logits,
             target_row,
@@ -442,19 +412,3 @@ def log_sum_exp(logits: Tensor, temperature: float, launch: RowLaunch | None = N
                 num_warps=launch.num_warps,
             )
     return lse
-
-
-def scale_in_place(gradient: Tensor, factor: Tensor) -> None:
-    """gradient [N, C], any strides, times a scalar that stays on the device."""
-    num_rows, num_columns = gradient.shape
-    if gradient.numel():
-        with torch.cuda.device_of(gradient):
-            _scale_kernel[_grid(num_rows, 8, gradient.device)](
-                gradient,
-                factor.to(torch.float32),
-                num_rows,
-                num_columns,
-                *gradient.stride(),
-                BLOCK=min(triton.next_power_of_2(num_columns), 4096),
-                num_warps=8,
-            )
