@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -89,11 +90,32 @@ def _check_kernels() -> None:
         )
 
 
+@functools.cache
+def _mount_bench() -> None:
+    """Only once `kernels` is known to be ours: what it mounts lies in there."""
+    import tasks.trainer.bench.cli
+    from kernels.bench.cli import app as bench_app
+
+    tasks.trainer.bench.cli.mount(bench_app)
+    app.add_typer(bench_app, name="bench", help="Measure the kernels and the training step, and show the results.")
+
+
+def _run(arguments: list[str] | None) -> None:
+    """The command; a mistake in asking for a benchmark is a user's mistake like any other."""
+    _mount_bench()
+    from kernels.bench.errors import BenchError
+
+    try:
+        app(arguments)
+    except BenchError as error:
+        raise InputError(str(error)) from None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the `eyas` command; exits 2 when the input is wrong, 75 when it was stopped and may be continued."""
     try:
         _check_kernels()
-        app(arguments)
+        _run(arguments)
     except (InputError, StoreError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(EXIT_INPUT)

@@ -37,7 +37,7 @@ def cases(tokens: Sequence[int] = TOKENS, *, device: str = "cuda", tiny: bool = 
     steps = 2 if tiny else STEPS
     dtype = "float32" if device == "cpu" else "bfloat16"
     packed = 96 if tiny else PACKED_TOKENS
-    problem_tokens = 40 if tiny else PROBLEM_TOKENS
+    problem_tokens = 96 if tiny else PROBLEM_TOKENS
     shape = f"{steps} steps; {heads['heads']}/{heads['kv_heads']} heads x {heads['head_dim']}; {dtype}"
     common = {**heads, "steps": steps, "dtype": dtype}
     gpu = device != "cpu"

@@ -126,7 +126,7 @@ class MaskCase:
         from kernels.flex_base_block import document_causal_block_mask
 
         def body() -> list[Tensor]:
-            document_causal_block_mask.__wrapped__(self._lengths, self._device)
+            document_causal_block_mask.__wrapped__(self._lengths, None, self._device)
             return []
 
         return body

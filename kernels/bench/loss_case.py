@@ -52,7 +52,6 @@ class LogitsCase:
         self.target_index = torch.randint(vocab, (tokens,), device=device, generator=self.generator)
         self.target_lse = torch.full((tokens,), math.log(vocab) + 1.0, device=device)
         self.weights = _row_weights([tokens] * steps)
-        self.backend = "triton"
         self.inputs = [self.target, *self.logits, self.target_index, self.target_lse]
 
     def start(self, variant: str) -> Callable[[], Sequence[Tensor]]:
@@ -64,14 +63,18 @@ class LogitsCase:
         return {"triton": self._triton, "compile": self._compile, "copy": self._copy}[variant]
 
     def _triton(self) -> list[Tensor]:
+        from kernels.soft_target_rows_triton import log_sum_exp
+
+        target_draft_lse = log_sum_exp(self.target, 1.0)  # once for all steps, as training would
         results = [
             soft_target_loss(
                 logits,
                 self.target,
                 target_index=self.target_index,
                 target_lse=self.target_lse,
+                target_draft_lse=target_draft_lse,
                 weight=weight,
-                backend=self.backend,
+                backend="triton",
             )
             for logits, weight in zip(_computed(self.logits), self.weights, strict=True)
         ]
