@@ -1,19 +1,18 @@
-"""The base block through flex_attention, with a document-causal BlockMask built from the document boundaries.
+"""The base block through flex_attention, with a BlockMask built from the document boundaries and the active rows.
 
-`create_block_mask` evaluates the mask on all T x T pairs (100 GB at 49K tokens, as users of other trainers report).
-Document-causal masks need no evaluation: the key blocks that a block of query rows touches are one range, and which of
-them are full follows from where its documents begin and end. The tables are [T/128, T/128] int32.
+`create_block_mask` evaluates the mask on all A x T pairs (100 GB at 49K tokens, as users of other trainers report).
+These masks need no evaluation: the keys that a block of query rows attends to are one range a document in it, and
+which key blocks are full follows from the first and last of its rows. The tables are [A/128, T/128] int32, four of
+them: 16 MiB at 128K tokens; building them takes a few vector operations, whatever the number of documents or runs.
 
-On CUDA flex_attention is compiled, once for all lengths. Without compilation, on the CPU, it holds all T x T scores and
+On CUDA flex_attention is compiled, once for all lengths. Without compilation, on the CPU, it holds all A x T scores and
 has no backward: good for checking, not for training.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -21,61 +20,94 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from kernels.attention_plan import cached_runs
+
 BLOCK_SIZE = 128
 
 
 @functools.lru_cache(maxsize=8)
-def document_causal_block_mask(document_lengths: tuple[int, ...], device: torch.device) -> BlockMask:
-    """The mask "same document, and not after the query's row". One serves all TTT steps, hence the cache.
+def document_causal_block_mask(
+    document_lengths: tuple[int, ...], query_runs: tuple[tuple[int, int], ...] | None, device: torch.device
+) -> BlockMask:
+    """The mask "same document, and not after the query's row" of the active rows. One serves all TTT steps.
 
-    document_lengths: positive, at least one. Time and memory: the (T / 128) squared entries of the block tables.
+    document_lengths and query_runs as `ttt_attention` takes them, at least one active row. Time and memory: the
+    (A / 128) * (T / 128) entries of the block tables.
     """
-    bounds = list(itertools.accumulate(document_lengths, initial=0))
-    num_tokens = bounds[-1]
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-
-    # Query block i, whose first row lies in the document [start, end):
-    #
-    #   key blocks   0 .. first-1   first ..  full-1   full .. i-1   i      i+1 ..
-    #                outside        begins before      full          the    after the
-    #                the document   the document       blocks        edge   queries
-    #
-    # No block between first and i is empty, because the first row attends to all of start .. its own row. Those from
-    # `full` on are full if all the rows belong to that one document; else only later documents' rows are masked
-    # out of them and none is full (full = i). A ragged last block is never full: its missing rows attend to nothing.
-    first_blocks, full_blocks = [], []
-    for block in range(num_blocks):
-        first_row, end_row = block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE
-        document = bisect_right(bounds, first_row) - 1
-        start, end = bounds[document], bounds[document + 1]
-        first_blocks.append(start // BLOCK_SIZE)
-        full_blocks.append(-(-start // BLOCK_SIZE) if end_row <= end else block)
-
     with torch.inference_mode(False):  # an inference tensor in the cache could not be saved for a later backward
-        index = torch.arange(num_blocks, dtype=torch.int32, device=device)
-        first = torch.tensor(first_blocks, dtype=torch.int32, device=device)
-        full = torch.minimum(torch.tensor(full_blocks, dtype=torch.int32, device=device), index)
-        # Partial blocks, ascending: first .. full-1, then i. Full blocks: full .. i-1.
-        num_before_full = full - first
-        entry = index[None, :]
-        partial_indices = torch.where(entry < num_before_full[:, None], first[:, None] + entry, index[:, None])
-        full_indices = (full[:, None] + entry).clamp(max=num_blocks - 1)
-        document_start = torch.repeat_interleave(
-            torch.tensor(bounds[:-1], device=device), torch.tensor(document_lengths, device=device)
+        position, document_start = (rows.to(device) for rows in _rows(document_lengths, query_runs))
+        num_rows, num_tokens = position.shape[0], sum(document_lengths)
+        tables = _block_tables(position, document_start, num_tokens)
+        # Longer than A, so that the compiler does not take the length of these for that of the queries: it would
+        # compile anew once they differ.
+        position, document_start = (
+            torch.nn.functional.pad(rows, (0, -num_rows % BLOCK_SIZE + BLOCK_SIZE // 2))
+            for rows in (position, document_start)
         )
 
         def attends(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return (column <= row) & (column >= document_start[row])
+            return (column <= position[row]) & (column >= document_start[row])
 
         return BlockMask.from_kv_blocks(
-            (num_before_full + 1)[None, None],
-            partial_indices[None, None].contiguous(),
-            (index - full)[None, None],
-            full_indices[None, None].contiguous(),
+            tables[0][None, None],
+            tables[1][None, None],
+            tables[2][None, None],
+            tables[3][None, None],
             BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=attends,
-            seq_lengths=(num_tokens, num_tokens),
+            seq_lengths=(num_rows, num_tokens),
         )
+
+
+def _rows(document_lengths: tuple[int, ...], query_runs: tuple[tuple[int, int], ...] | None) -> tuple[Tensor, Tensor]:
+    """The active rows, and the first row of the document of each: int64 [A] on the CPU."""
+    runs = cached_runs(document_lengths, query_runs)
+    table = torch.tensor([(run.start - run.first, run.num_rows, run.document) for run in runs])
+    shift, num_rows, document = table.unbind(1)
+    position = torch.arange(int(num_rows.sum())) + torch.repeat_interleave(shift, num_rows)
+    return position, torch.repeat_interleave(document, num_rows)
+
+
+def _block_tables(position: Tensor, document_start: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
+    """(partial counts, partial key blocks, full counts, full key blocks) of each block of query rows, int32.
+
+    A row attends to the keys document_start .. position. The rows of one document in a block have one first key and
+    ascending positions, so together they attend to what the last of them does: one range of keys. A key block is full
+    when it lies in the range of the first row, and the rows, 128 of them, have one document.
+
+        query block of one document        ......[ first .. | full | full | .. partial .. ]
+        of two documents                   ..[ range of one ]....[ range of the other ]
+    """
+    num_rows, device = position.shape[0], position.device
+    num_query_blocks, num_key_blocks = -(-num_rows // BLOCK_SIZE), -(-num_tokens // BLOCK_SIZE)
+    row = torch.arange(num_rows, device=device)
+    query_block = row // BLOCK_SIZE
+    # The last row of every document in every block; each is one range of key blocks, first .. last. Ranges that share
+    # a key block count it twice, hence "> 0". All rows take part, the others with a weight of 0: no shape here depends
+    # on the values, which the host would have to wait for.
+    follows = torch.ones(num_rows, dtype=torch.bool, device=device)
+    follows[:-1] = (query_block[1:] != query_block[:-1]) | (document_start[1:] != document_start[:-1])
+    weight = follows.to(torch.int32)
+    edges = torch.zeros(num_query_blocks * (num_key_blocks + 1), dtype=torch.int32, device=device)
+    row_of_edges = query_block * (num_key_blocks + 1)
+    edges.index_add_(0, row_of_edges + document_start // BLOCK_SIZE, weight)
+    edges.index_add_(0, row_of_edges + position // BLOCK_SIZE + 1, -weight)
+    attended = edges.view(num_query_blocks, -1).cumsum(1, dtype=torch.int32)[:, :-1] > 0
+
+    first_row = torch.arange(num_query_blocks, device=device) * BLOCK_SIZE
+    last_row = (first_row + BLOCK_SIZE - 1).clamp(max=num_rows - 1)
+    one_document = (document_start[first_row] == document_start[last_row]) & (last_row - first_row == BLOCK_SIZE - 1)
+    first_full = -(-document_start[first_row] // BLOCK_SIZE)
+    end_full = torch.where(one_document, (position[first_row] + 1) // BLOCK_SIZE, 0)
+    key_block = torch.arange(num_key_blocks, device=device)
+    full = (key_block >= first_full[:, None]) & (key_block < end_full[:, None])
+    return *_ordered(attended & ~full), *_ordered(full)
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which first) of each row of a bool table, int32; the chosen in ascending order, then the others."""
+    indices = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)
+    return chosen.sum(1, dtype=torch.int32), indices.to(torch.int32)
 
 
 @functools.cache
@@ -85,13 +117,18 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 
 
 def flex_base_block(
-    query: Tensor, key: Tensor, value: Tensor, document_lengths: tuple[int, ...], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_lengths: tuple[int, ...],
+    query_runs: tuple[tuple[int, int], ...] | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the base keys: query [T, H, Dh], key and value [T, G, Dh], T >= 1, document_lengths positive.
+    """Attend to the base keys: query [A, H, Dh], key and value [T, G, Dh], A >= 1.
 
-    Returns out [T, H, Dh] and its log-sum-exp [T, H] (natural logarithm), both differentiable on CUDA.
+    Returns out [A, H, Dh] and its log-sum-exp [H, A] (natural logarithm), both differentiable on CUDA.
     """
-    block_mask = document_causal_block_mask(document_lengths, query.device)
+    block_mask = document_causal_block_mask(document_lengths, query_runs, query.device)
     attend: Any = _compiled_flex_attention() if query.device.type != "cpu" else flex_attention
     with warnings.catch_warnings():  # that it is not compiled on the CPU is our choice
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -102,4 +139,4 @@ def flex_base_block(
             enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=True),
         )
-    return out.squeeze(0).transpose(0, 1), aux.lse.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1), aux.lse.squeeze(0)
