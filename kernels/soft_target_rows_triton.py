@@ -185,6 +185,28 @@ def _pass_2_block(logits_row, target_row, block, num_columns, logits_column_stri
 
 
 @triton.jit
+def _pass_3_block(logits_row, target_row, block, num_columns, logits_column_stride, target_column_stride,
+                  lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature,
+                  from_entropy, from_alpha, below, tail_ratio,
+                  ON_ALPHA: tl.constexpr, HAS_TAIL: tl.constexpr, TEMPERED: tl.constexpr, MASKED: tl.constexpr,
+                  LOGITS_UNIT: tl.constexpr, TARGET_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+                  POLICY: tl.constexpr):  # fmt: skip
+    """A block's gradient, once the row's sums are known."""
+    draft = _load(logits_row, block, num_columns, logits_column_stride, 0.0, MASKED, LOGITS_UNIT, BLOCK, POLICY)
+    target = _load(target_row, block, num_columns, target_column_stride, 0.0, MASKED, TARGET_UNIT, BLOCK, POLICY)
+    p, loss_q, _, full_p, q = _probabilities(
+        draft, target, lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature, TEMPERED
+    )
+    if HAS_TAIL:
+        # The tail's share of a column that is not stored: as the draft itself spreads it.
+        p = tl.where(target == float("-inf"), q * tail_ratio, p)
+    gradient = from_entropy * (loss_q - p)
+    if ON_ALPHA:
+        gradient += from_alpha * (tl.where(q < full_p, q, 0.0) - q * below)
+    _store(logits_row, gradient, block, num_columns, logits_column_stride, MASKED, LOGITS_UNIT, BLOCK, POLICY)
+
+
+@triton.jit
 def _rows_kernel(
     logits_pointer,
     target_pointer,
@@ -299,25 +321,13 @@ def _rows_kernel(
 
         if WRITE_GRADIENT and SUMS_FIRST:
             below = tl.sum(below_lanes, 0)
-            from_entropy *= weight
-            from_alpha *= weight
-            for step in tl.range(0, num_blocks, num_stages=NUM_STAGES):
+            for block in tl.range(0, num_blocks, num_stages=NUM_STAGES):
                 # Forwards: pass 2 ended at the first block.
-                draft = _load(logits_row, step, num_columns, logits_column_stride, 0.0, RAGGED, LOGITS_UNIT, BLOCK,
-                              READ_LAST)  # fmt: skip
-                target = _load(target_row, step, num_columns, target_column_stride, 0.0, RAGGED, TARGET_UNIT, BLOCK,
-                               READ_LAST)  # fmt: skip
-                p, loss_q, _, full_p, q = _probabilities(
-                    draft, target, lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature, TEMPERED
-                )
-                if HAS_TAIL:
-                    # The tail's share of a column that is not stored: as the draft itself spreads it.
-                    p = tl.where(target == float("-inf"), q * tail_ratio, p)
-                gradient = from_entropy * (loss_q - p)
-                if ON_ALPHA:
-                    gradient += from_alpha * (tl.where(q < full_p, q, 0.0) - q * below)
-                _store(logits_row, gradient, step, num_columns, logits_column_stride, RAGGED, LOGITS_UNIT, BLOCK,
-                       READ_LAST)  # fmt: skip
+                _pass_3_block(
+                    logits_row, target_row, block, num_columns, logits_column_stride, target_column_stride,
+                    lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature,
+                    from_entropy * weight, from_alpha * weight, below, tail_ratio,
+                    ON_ALPHA, HAS_TAIL, TEMPERED, RAGGED, LOGITS_UNIT, TARGET_UNIT, BLOCK, READ_LAST)  # fmt: skip
 
 
 @triton.jit
