@@ -69,6 +69,7 @@ class Process:
 
     def __init__(self, name: str, group: Group, device: str) -> None:
         self.name = name
+        self._is_peer = group.load.endswith(".py")
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in close()
         paths = [argument for entry in group.path for argument in ("--path", entry)]
         self._process = subprocess.Popen(
@@ -77,8 +78,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            # A peer may live in an environment of its own, which ours must not reach into.
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH" or group.load[-3:] != ".py"},
+            env=_environment_of(group),
         )
         self.about: dict[str, Any] = {}
 
@@ -87,7 +87,8 @@ class Process:
         self.about = self._reply()
         if "failed" in self.about:
             last = self.about["failed"].strip().splitlines()[-1]
-            raise BenchError(f"{self.name} cannot be loaded: {last}; give its folder as --peer-path, or leave it out")
+            way_out = "name its --peer-path or --peer-python, or leave it out" if self._is_peer else "see --device"
+            raise BenchError(f"{self.name} cannot be measured: {last}; {way_out}")
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
         """A reply. Raises BenchError with the traceback when the worker failed."""
@@ -127,6 +128,12 @@ class Process:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+def _environment_of(group: Group) -> dict[str, str]:
+    """A peer with an interpreter of its own keeps its own packages: what is on our PYTHONPATH stays out."""
+    own = group.python != sys.executable
+    return {name: value for name, value in os.environ.items() if not (own and name == "PYTHONPATH")}
 
 
 class Pool:

@@ -43,6 +43,8 @@ class Worker:
         self._module = module
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
+        if self._cuda and not torch.cuda.is_available():
+            raise RuntimeError("there is no CUDA device")
         self._case: Any = None
 
     def describe(self) -> dict[str, Any]:
