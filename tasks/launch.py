@@ -51,6 +51,8 @@ def launch(stage: str, run_dir: str, *, in_process: bool = False) -> dict[str, A
         text=True,
         errors="replace",
         start_new_session=True,
+        # Packs differ in length, and blocks of fixed size would leave gaps on the GPU between them.
+        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
     )
     receipt: dict[str, Any] | None = None
     error = ""

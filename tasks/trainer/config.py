@@ -226,10 +226,34 @@ class Train(_Group):
         description="TTT attention: eager (reference, quadratic memory), flex (flex_attention; CUDA), fused (fused "
         "base block merged through the log-sum-exp). auto logs its choice.",
     )
-    loss: Literal["auto", "torch", "triton"] = Field(
+    loss: Literal["auto", "linear", "triton", "torch"] = Field(
         "auto",
         title="Loss",
-        description="torch (reference) or triton (gradient written in place). auto logs its choice.",
+        description="linear (head and loss in one, a chunk of rows at a time: no logits are stored), triton (logits, "
+        "gradient written over them), torch (reference). auto is linear.",
+    )
+    objective: Literal["soft_cross_entropy", "lk_alpha", "lk_lambda", "total_variation"] = Field(
+        "soft_cross_entropy",
+        title="Objective",
+        description="soft_cross_entropy: against the target's distribution. The others aim at the acceptance rate "
+        "alpha: lk_alpha is -log(alpha), total_variation 1 - alpha, lk_lambda mixes cross entropy and total variation "
+        "by lambda = exp(-decay * alpha) (LK losses, arXiv:2602.23881).",
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0.0,
+        le=10.0,
+        title="Loss temperature",
+        description="Divides the logits of target and draft in soft_cross_entropy. Metrics stay at 1.",
+    )
+    lk_decay: float = Field(
+        3.0, ge=0.0, title="LK decay", description="How fast lk_lambda leaves cross entropy as alpha grows."
+    )
+    lk_mixing: Literal["row", "step"] = Field(
+        "row",
+        title="LK mixing",
+        description="lk_lambda's lambda from each row's own alpha, or one a TTT step from the mean alpha of the "
+        "optimizer step before.",
     )
     dtype: DType = Field(
         "auto",
@@ -237,6 +261,23 @@ class Train(_Group):
         description="Type the draft computes in; masters are always float32. auto: as for the target.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
+    checkpointing: Literal["none", "mlp", "step"] = Field(
+        "none",
+        title="Activation checkpointing",
+        description="What is computed again in the backward to save memory: nothing, the MLP, or whole TTT steps.",
+    )
+    mlp_chunk_rows: int | None = Field(
+        None,
+        ge=128,
+        title="MLP chunk (rows)",
+        description="Rows of the MLP at once. Empty: all. With checkpointing, chunks bound what it needs for a moment.",
+    )
+    compile: Literal["auto", "always", "never"] = Field(
+        "auto",
+        title="Compile",
+        description="torch.compile for the layer's pieces, once for all lengths. auto: on CUDA, where it saves memory "
+        "and time; on a CPU the first step would wait a minute for it.",
+    )
     deterministic: bool = Field(
         False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
     )
@@ -254,6 +295,11 @@ class Train(_Group):
         if self.attention == "flex" and self.device == "cpu":
             raise ValueError(
                 "attention=flex cannot train on device=cpu (flex_attention has no backward there); use fused"
+            )
+        if self.temperature != 1.0 and self.objective != "soft_cross_entropy":
+            raise ValueError(
+                f"temperature={self.temperature} goes with objective=soft_cross_entropy only: alpha is what "
+                f"{self.objective} is about, and it is known at temperature 1; use temperature=1"
             )
         if self.dtype == "float16":
             raise ValueError("dtype=float16 needs loss scaling, which Eyas does not do; use bfloat16 or float32")
@@ -309,14 +355,15 @@ class RunConfig(_Group):
 _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
     "data": frozenset({"regenerate_dir"}),
     "hidden_states": frozenset({"store_url", "chunk_tokens", "shard_tokens", "on_missing", "codec"}),
-    "train": frozenset({"checkpoint_every", "keep_checkpoints"}),
+    "train": frozenset({"checkpoint_every", "keep_checkpoints", "checkpointing", "mlp_chunk_rows", "compile"}),
 }
 
 
 def identity_fields(config: RunConfig) -> dict[str, Any]:
     """The config's part of the run's identity: every field that changes the trained draft.
 
-    Where states are kept, how they are compressed without loss and how often checkpoints are written do not.
+    Where states are kept, how they are compressed without loss, how often checkpoints are written and what is computed
+    twice to save memory do not (beyond rounding): a run that ran out of memory continues with train.checkpointing.
     """
     dumped = config.model_dump(mode="json", exclude={"run_dir", "evaluate"})
     for group, keys in _NOT_IDENTITY.items():

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tasks.trainer.acceptance.drafter import Drafter
 from tasks.trainer.draft import ttt
+from tasks.trainer.draft.alignment import Alignment, align
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
-from tasks.trainer.draft.ttt import Alignment, align, unroll_hidden
+from tasks.trainer.draft.ttt import Computation, unroll_hidden
 
 TTT_STEPS = 7
 # Shorter than K, of one token (no row reads a token), and longer; packed in one row.
@@ -77,7 +78,7 @@ def unrolled_logits(draft: Eagle3Draft, attention: str, *, alignment: Alignment 
             token_ids=token_ids,
             document_lengths=LENGTHS,
             alignment=alignment,
-            attention=attention,
+            computation=Computation(attention=attention, loss="torch"),
         )
         return torch.stack([draft.logits(hidden) for hidden in steps])
 
@@ -133,7 +134,7 @@ def test_packing_changes_nothing() -> None:
             token_ids=token_ids[rows],
             document_lengths=(length,),
             alignment=align(torch.ones(length, dtype=torch.bool), (length,), TTT_STEPS),
-            attention="fused",
+            computation=Computation(attention="fused", loss="torch"),
         )
         with torch.no_grad():
             for step, hidden in enumerate(alone):
@@ -152,6 +153,7 @@ def dense_attention(base_allowed: Callable[[Tensor, Tensor, int], Tensor]) -> Ca
         step_values: Sequence[Tensor] = (),
         *,
         document_lengths: Sequence[int],
+        query_runs: None,
         backend: str,
     ) -> Tensor:
         share = query.shape[1] // base_key.shape[1]
@@ -206,10 +208,8 @@ def test_position_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch
     mutate, wrong = POSITIONS[name]
     draft = make_draft(torch.float64)
     drafted = drafted_logits(draft)
-    rule, step = draft.qkv, iter(range(TTT_STEPS))
-    monkeypatch.setattr(
-        draft, "qkv", lambda embeds, hidden, positions: rule(embeds, hidden, mutate(positions, next(step)))
-    )
+    rule, step = draft.rope.angles, iter(range(TTT_STEPS))
+    monkeypatch.setattr(draft.rope, "angles", lambda positions: rule(mutate(positions, next(step))))
     error = difference(unrolled_logits(draft, "fused"), drafted)
     assert error > NOTICED if wrong else error <= TOLERANCE[torch.float64]
 

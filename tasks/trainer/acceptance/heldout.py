@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.ttt import unroll
+from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.progress import Progress
 from tasks.trainer.train.batches import StatesSource, assemble
 from tasks.trainer.train.metrics import Sums
@@ -23,7 +23,7 @@ def heldout_metrics(
     *,
     head: Tensor,
     ttt_steps: int,
-    attention: str,
+    computation: Computation,
     progress: Progress,
 ) -> dict[str, Any]:
     """step_losses, acc, alpha by depth and simulated tau over all documents; head [Vd, D] as in training."""
@@ -39,8 +39,7 @@ def heldout_metrics(
             row_weight=[1.0] * ttt_steps,
             head=head,
             draft_ids=draft_ids,
-            attention=attention,
-            loss_backend="torch",
+            computation=computation,
         )
         sums.add(unrolled)
         progress(done, len(data), "teacher-forced")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kernels.ttt_attention import choose_attention_backend
 from tasks.trainer.acceptance.evaluate import evaluate_acceptance
 from tasks.trainer.acceptance.heldout import heldout_metrics
 from tasks.trainer.config import RunConfig
@@ -22,6 +21,7 @@ from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import OnlineSource
+from tasks.trainer.train.computation import evaluation_computation
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +44,14 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         found.shape, config.draft, ends, d2t=found.draft["d2t"], t2d=found.draft["t2d"], seed=config.train.seed
     ).to(target.device, target.dtype)
     data = PreparedData.open(run.heldout_data)
-    attention, _ = choose_attention_backend(
-        "auto",
-        device=str(target.device.type),
-        dtype=target.dtype,
-        head_dim=found.shape.head_dim,
-        training=False,
-    )
+    computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=found.shape.head_dim)
     heldout = heldout_metrics(
         draft,
         OnlineSource(target),
         data,
         head=target.head[draft.target_ids],
         ttt_steps=config.train.ttt_steps,
-        attention=attention,
+        computation=computation,
         progress=progress,
     )
     # The prompt is everything before the first supervised token: header included, as the target would be served.

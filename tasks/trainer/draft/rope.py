@@ -51,16 +51,20 @@ class Rope:
         self.inverse_frequencies = frequencies.to(torch.float32)
         self.scale = float(scale)
 
-    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [n]; query [n, H, Dh], key [n, G, Dh] -> the same shapes and dtypes, turned."""
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions int64 [n], scaled: float32 [n, Dh/2] each."""
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies
-        cos = (angles.cos() * self.scale)[:, None, :]
-        sin = (angles.sin() * self.scale)[:, None, :]
-        return _turn(query, cos, sin), _turn(key, cos, sin)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [n]; query [n, H, Dh], key [n, G, Dh] -> the same shapes and dtypes, turned."""
+        cos, sin = self.angles(positions)
+        return turn(query, cos, sin), turn(key, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """LLaMA's layout: dimension i is paired with i + Dh/2. x [n, heads, Dh]; cos, sin fp32 [n, 1, Dh/2]."""
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """LLaMA's layout: dimension i is paired with i + Dh/2. x [n, heads, Dh]; cos, sin float32 [n, Dh/2]."""
     low, high = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

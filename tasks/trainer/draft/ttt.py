@@ -2,81 +2,69 @@
 
 One document, tokens x[0..T-1]; row p at TTT step k:
 
-    token input    x[p+1+k]  (its frozen embedding; teacher forced)
+    token input    x[p+1+k]  (alignment.py)
     hidden input   k = 0: fc(aux_hidden[p])        k > 0: the layer output of step k-1 at the same row p
     position       p + k, for query and key
     attends to     step-0 keys of rows 0..p, and its own row's keys of steps 1..k
-    soft target    softmax(head(last_hidden[p+1+k])) over the draft vocabulary
-    predicts       x[p+2+k]
-    counts when    x[p+1] .. x[p+2+k] exist, lie in the same document and are all supervised
-
-                 row p=0    p=1    p=2    p=3          (tokens a b c d e f)
-    step 0 reads   b         c      d      e     predicts  c  d  e  f
-    step 1 reads   c         d      e      .               d  e  f  .
 
 The base block stays `query row >= key row` at every step. The frequently quoted mask that shrinks by one diagonal per
 step belongs to a column-aligned layout; in this layout it is wrong by half the logits' scale at step 2. The proof is
 the drafting equivalence test: the unroll equals drafting one token after another with a key/value cache.
+
+Only active rows are computed (alignment.py); the others give their step-0 key and value.
 
 Source: EAGLE-3 (arXiv:2503.01840), "training-time test".
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
+from kernels.linear_soft_target_loss import HiddenTargets, linear_soft_target_loss
 from kernels.soft_target_loss import soft_target_loss
 from kernels.ttt_attention import ttt_attention
+from tasks.trainer.draft.alignment import Alignment, active_runs, align
 from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.layer import Layer, Memory, Pieces, SharedRows, checkpointed, step_rows
 
 if TYPE_CHECKING:
     from tasks.trainer.train.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
-    """Where each row of a packed batch reads at each TTT step.
+class Objective:
+    """What the rows' losses are: see kernels.linear_soft_target_loss.
 
-    positions int64 [T]: row within its document. shifted int64 [K, T]: row of x[p+1+k], which is the token input and
-    the row of the soft target; clamped to the document's last row where it would leave it (such rows never count).
-    counts bool [K, T]: the rows that count at each step.
+    name: soft_cross_entropy, lk_alpha, lk_lambda or total_variation. mixing: lambda of each step, [K], or None for each
+    row's own. lk_decay: eta in lambda = exp(-eta * alpha).
     """
 
-    positions: Tensor
-    shifted: Tensor
-    counts: Tensor
+    name: str = "soft_cross_entropy"
+    temperature: float = 1.0
+    lk_decay: float = 3.0
+    mixing: tuple[float, ...] | None = None
 
 
-def align(loss_mask: Tensor, document_lengths: Sequence[int], ttt_steps: int) -> Alignment:
-    """The alignment of a packed batch. loss_mask bool [T]; the lengths sum to T. Works on the mask's device."""
-    device = loss_mask.device
-    lengths = torch.tensor(document_lengths, dtype=torch.int64)
-    ends = lengths.cumsum(0)
-    assert int(lengths.sum()) == loss_mask.shape[0], "document lengths must sum to the number of rows"
-    last_row = torch.repeat_interleave(ends - 1, lengths).to(device)
-    start = torch.repeat_interleave(ends - lengths, lengths).to(device)
-    rows = torch.arange(loss_mask.shape[0], device=device)
-    # First row at or after p that is not supervised or lies past the document: the supervised run from p ends there.
-    breaks = torch.where(loss_mask, last_row + 1, rows)
-    run_end = torch.minimum(breaks.flip(0).cummin(0).values.flip(0), last_row + 1)
-    steps = torch.arange(ttt_steps, device=device)[:, None]
-    next_row = torch.minimum(rows + 1, last_row)
-    run_after = torch.where(rows < last_row, run_end[next_row] - (rows + 1), 0)
-    return Alignment(
-        positions=rows - start,
-        shifted=torch.minimum(rows + 1 + steps, last_row),
-        counts=run_after >= steps + 2,
-    )
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How the unroll is computed; none of it changes what is computed.
 
+    attention: a backend of kernels.ttt_attention. loss: "linear" (no logits are stored), or a backend of
+    kernels.soft_target_loss, which takes logits. loss_backend: "triton" or "torch", for "linear".
+    """
 
-def count_rows(loss_mask: Tensor, document_lengths: Sequence[int], ttt_steps: int) -> Tensor:
-    """N_k, int64 [K]: rows that count at each step. Known from masks alone, before any forward."""
-    return align(loss_mask, document_lengths, ttt_steps).counts.sum(1)
+    attention: str
+    loss: str
+    loss_backend: str = "torch"
+    pieces: Pieces = field(default_factory=Pieces)
+    memory: Memory = field(default_factory=Memory)
 
 
 def unroll_hidden(
@@ -86,29 +74,73 @@ def unroll_hidden(
     token_ids: Tensor,
     document_lengths: Sequence[int],
     alignment: Alignment,
-    attention: str,
+    computation: Computation,
+    runs: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Tensor]:
-    """The layer output of every row at each TTT step, K tensors [T, D].
+    """The layer output of the computed rows at each TTT step, K tensors [A, D].
 
-    aux_hidden [T, 3D] in the draft's dtype; token_ids int64 [T]; attention: a backend of kernels.ttt_attention.
+    aux_hidden [T, 3D] in the draft's dtype; token_ids int64 [T]; alignment: on the host. runs: the row ranges to
+    compute (active_runs), A rows in all; None for all T.
     """
+    device, num_tokens = token_ids.device, token_ids.shape[0]
+    layer = Layer(draft, pieces=computation.pieces, memory=computation.memory)
+    rows = None
+    if runs is not None and sum(end - start for start, end in runs) < num_tokens:
+        rows = torch.cat([torch.arange(start, end) for start, end in runs]) if runs else torch.arange(0)
+    read, indices = step_rows(alignment.shifted, rows, document_lengths)
+    shared = SharedRows(layer.project_tokens(token_ids[_moved(read, device)]))
+    handle = shared.handle
+    takes = [index if isinstance(index, slice) else _moved(index, device) for index in indices]
+    positions = _moved(alignment.positions, device)
     hidden = draft.fuse(aux_hidden)
-    base_key: Tensor | None = None
-    base_value: Tensor | None = None
-    step_keys: list[Tensor] = []
-    step_values: list[Tensor] = []
-    for step, shifted in enumerate(alignment.shifted):
-        query, key, value = draft.qkv(draft.embed(token_ids[shifted]), hidden, alignment.positions + step)
-        if base_key is None or base_value is None:
-            base_key, base_value = key, value
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    if rows is not None:
+        # Step 0 has keys of all rows; all that follows is of active rows.
+        tokens = token_ids[_moved(alignment.shifted[0], device)]
+        key, value = layer.base_keys(hidden, tokens, *draft.rope.angles(positions))
+        keys.append(key)
+        values.append(value)
+        active = _moved(rows, device)
+        hidden, positions = hidden[active], positions[active]
+
+    def step(number: int, hidden: Tensor, handle: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+        """(layer output, handle, key, value); known: keys and values so far. No key at step 0 of active rows."""
+        keys, values = list(known[: len(known) // 2]), list(known[len(known) // 2 :])
+        cos, sin = draft.rope.angles(positions + number)
+        if number == 0 and keys:
+            handle, projected = shared.take(handle, takes[0], layer.query_columns)
+            query = layer.queries(hidden, projected, cos, sin)
+            new: tuple[Tensor, ...] = ()
         else:
-            step_keys.append(key)
-            step_values.append(value)
+            handle, projected = shared.take(handle, takes[number])
+            query, key, value = layer.attention_inputs(hidden, projected, cos, sin)
+            new = (key, value)
+            keys.append(key)
+            values.append(value)
         attended = ttt_attention(
-            query, base_key, base_value, step_keys, step_values, document_lengths=document_lengths, backend=attention
+            query,
+            keys[0],
+            values[0],
+            keys[1:],
+            values[1:],
+            document_lengths=document_lengths,
+            query_runs=None if rows is None else runs,
+            backend=computation.attention,
         )
-        hidden = draft.finish(attended, hidden)
+        return layer.finish(attended, hidden), handle, *new
+
+    for number in range(alignment.shifted.shape[0]):
+        run = functools.partial(checkpointed, step) if computation.memory.checkpointing == "step" else step
+        hidden, handle, *new = run(number, hidden, handle, *keys, *values)
+        if new:
+            keys.append(new[0])
+            values.append(new[1])
         yield hidden
+
+
+def _moved(index: Tensor, device: torch.device) -> Tensor:
+    return index.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,58 +169,166 @@ def unroll(
     row_weight: Sequence[float],
     head: Tensor,
     draft_ids: Tensor,
-    attention: str,
-    loss_backend: str,
+    computation: Computation,
+    objective: Objective | None = None,
+    draft_head: Tensor | None = None,
 ) -> Unrolled:
     """Run K TTT steps on a batch and sum the weighted losses.
 
     row_weight [K]: decay^k / K / N_k, with N_k summed over everything that one optimizer step sees: it is known
     before the forward, so a loss kernel may compute its gradient there. head [Vd, D]: the target's head rows of the
-    draft vocabulary. draft_ids int64 [V]: `Eagle3Draft.draft_ids()`.
+    draft vocabulary. draft_ids int64 [V]: `Eagle3Draft.draft_ids()`. draft_head [Vd, D]: takes the head's gradient in
+    place of draft.lm_head.weight, of which it is the float32 master (loss "linear" only): no rounding, no copy.
     """
+    device = batch.token_ids.device
+    objective = objective or Objective()
     alignment = align(batch.loss_mask, batch.document_lengths, ttt_steps)
-    dtype = draft.fc.weight.dtype
-    # The soft targets of all steps are the same rows shifted, so they are projected once.
-    needed = torch.zeros_like(batch.loss_mask)
-    for shifted, counts in zip(alignment.shifted, alignment.counts, strict=True):
-        needed[shifted[counts]] = True
-    place = needed.cumsum(0) - 1
-    with torch.no_grad():
-        target_logits = batch.last_hidden[needed].to(head.dtype) @ head.T
-    target_index = draft_ids[batch.target_argmax.long()]
-
-    total = torch.zeros((), dtype=torch.float32, device=batch.token_ids.device)
-    sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=batch.token_ids.device)
-    run = torch.ones_like(batch.loss_mask)
-    everywhere = alignment.counts[-1]
-    tau_sum = torch.zeros((), dtype=torch.float64, device=batch.token_ids.device)
-    outputs = unroll_hidden(
-        draft,
-        aux_hidden=batch.aux_hidden.to(dtype),
-        token_ids=batch.token_ids,
-        document_lengths=batch.document_lengths,
-        alignment=alignment,
-        attention=attention,
+    runs = active_runs(alignment.counts, batch.document_lengths)
+    rows, target_rows, needed = _rows_of_steps(alignment, runs)
+    last_hidden = batch.last_hidden if needed is None else batch.last_hidden[_moved(needed, device)]
+    of_needed = slice(None) if needed is None else _moved(needed, device)
+    target_index = draft_ids[batch.target_argmax[of_needed].long()]
+    target_lse = batch.target_lse[of_needed]
+    hidden = list(
+        _normed(
+            draft,
+            unroll_hidden(
+                draft,
+                aux_hidden=batch.aux_hidden.to(draft.fc.weight.dtype),
+                token_ids=batch.token_ids,
+                document_lengths=batch.document_lengths,
+                alignment=alignment,
+                computation=computation,
+                runs=runs,
+            ),
+        )
     )
-    for step, hidden in enumerate(outputs):
-        rows = alignment.counts[step].nonzero(as_tuple=True)[0]
-        target_rows = alignment.shifted[step][rows]
+    rows_on_device = [_moved(index, device) for index in rows]
+    losses = (_linear_losses if computation.loss == "linear" else _losses_from_logits)(
+        draft,
+        hidden,
+        HiddenTargets(last_hidden=last_hidden, head=head),
+        rows_on_device,
+        [_moved(index, device) for index in target_rows],
+        target_index,
+        target_lse,
+        row_weight,
+        computation,
+        objective,
+        draft_head,
+    )
+    total, loss_sums, correct, alpha = losses
+    # Simulated tau: over the rows valid at all K steps, which are the last step's.
+    run = torch.ones(rows[-1].shape[0], dtype=torch.bool, device=device)
+    tau_sum = torch.zeros((), dtype=torch.float64, device=device)
+    for index, hits in zip(rows, correct, strict=True):
+        run = run & hits[_moved(torch.searchsorted(index, rows[-1]), device)]
+        tau_sum += run.sum()
+    sums = torch.stack(
+        [
+            loss_sums.double(),
+            torch.stack([hits.sum() for hits in correct]).double(),
+            torch.stack([overlap.double().sum() for overlap in alpha]),
+        ]
+    )
+    num_rows = torch.tensor([index.shape[0] for index in rows], dtype=torch.float64)
+    return Unrolled(total, num_rows, sums[0], sums[1], sums[2], float(tau_sum), rows[-1].shape[0])
+
+
+def _rows_of_steps(
+    alignment: Alignment, runs: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """The rows that count at each step, as numbers among the computed rows; their soft targets' rows; and which rows of
+    last_hidden those are numbers in (None: in all of them). int64, ascending, on the host."""
+    num_tokens = alignment.positions.shape[0]
+    computed = torch.cat([torch.arange(0), *(torch.arange(start, end) for start, end in runs)])
+    counting = [of_step.nonzero().flatten() for of_step in alignment.counts]
+    rows = [torch.searchsorted(computed, index) for index in counting]
+    target_rows = [shifted[index] for shifted, index in zip(alignment.shifted, counting, strict=True)]
+    needed = torch.cat(target_rows).unique()
+    if 8 * needed.shape[0] >= 7 * num_tokens:  # not worth a copy
+        return rows, target_rows, None
+    return rows, [torch.searchsorted(needed, index) for index in target_rows], needed
+
+
+def _normed(draft: Eagle3Draft, outputs: Iterator[Tensor]) -> Iterator[Tensor]:
+    for hidden in outputs:
+        yield rms_norm(hidden, hidden.shape[-1:], draft.norm.weight, draft.config.rms_norm_eps)
+
+
+_Losses = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
+
+
+def _linear_losses(
+    draft: Eagle3Draft,
+    hidden: list[Tensor],
+    targets: HiddenTargets,
+    rows: Sequence[Tensor],
+    target_rows: Sequence[Tensor],
+    target_index: Tensor,
+    target_lse: Tensor,
+    row_weight: Sequence[float],
+    computation: Computation,
+    objective: Objective,
+    draft_head: Tensor | None,
+) -> _Losses:
+    weight = draft.lm_head.weight
+    result = linear_soft_target_loss(
+        hidden,
+        weight if draft_head is None else draft_head,
+        targets,
+        head_compute=None if draft_head is None else weight.detach(),
+        rows=rows,
+        target_rows=target_rows,
+        target_index=target_index,
+        target_lse=target_lse,
+        row_weight=row_weight,
+        objective=objective.name,
+        mixing=objective.mixing,
+        lk_decay=objective.lk_decay,
+        temperature=objective.temperature,
+        overwrite_hidden=torch.is_grad_enabled(),  # the norm's output: nobody else reads it
+        backend=computation.loss_backend,
+    )
+    return result.loss, result.loss_sums, result.correct, result.alpha
+
+
+def _losses_from_logits(
+    draft: Eagle3Draft,
+    hidden: list[Tensor],
+    targets: HiddenTargets,
+    rows: Sequence[Tensor],
+    target_rows: Sequence[Tensor],
+    target_index: Tensor,
+    target_lse: Tensor,
+    row_weight: Sequence[float],
+    computation: Computation,
+    objective: Objective,
+    draft_head: Tensor | None,
+) -> _Losses:
+    assert draft_head is None, "only the linear loss takes the head's master"
+    # The soft targets of all steps are the same rows shifted, so they are projected once.
+    with torch.no_grad():
+        target_logits = targets.last_hidden.to(targets.head.dtype) @ targets.head.T
+    total = torch.zeros((), dtype=torch.float32, device=target_lse.device)
+    sums, correct, alpha = [], [], []
+    for step, of_step in enumerate(hidden):
         result = soft_target_loss(
-            draft.logits(hidden[rows]),
-            target_logits[place[target_rows]],
-            target_index=target_index[target_rows],
-            target_lse=batch.target_lse[target_rows],
+            draft.lm_head(of_step[rows[step]]),
+            target_logits,
+            target_row=target_rows[step],
+            target_index=target_index,
+            target_lse=target_lse,
             weight=row_weight[step],
-            backend=loss_backend,
+            objective=objective.name,
+            mixing=None if objective.mixing is None else objective.mixing[step],
+            lk_decay=objective.lk_decay,
+            temperature=objective.temperature,
+            backend=computation.loss,
         )
         total = total + result.loss
-        correct = torch.zeros_like(run)
-        correct[rows] = result.correct
-        run = run & correct
-        tau_sum += (run & everywhere).sum()
-        sums[0, step] = rows.shape[0]
-        if row_weight[step]:
-            sums[1, step] = result.loss.detach().double() / row_weight[step]
-        sums[2, step] = result.correct.sum()
-        sums[3, step] = result.alpha.double().sum()
-    return Unrolled(total, sums[0], sums[1], sums[2], sums[3], float(tau_sum), int(everywhere.sum()))
+        # Weight 0 is that of a step without rows.
+        sums.append(result.loss.detach() / (row_weight[step] or 1.0))
+        correct.append(result.correct)
+        alpha.append(result.alpha)
+    return total, torch.stack(sums), correct, alpha

@@ -21,10 +21,11 @@ from tasks.trainer.target import Target, TargetStates
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One packed row of whole documents, T tokens, all on one device.
+    """One packed row of whole documents, T tokens; the mask stays on the host, all else is on one device.
 
-    token_ids int64 [T]; loss_mask bool [T]; document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; last_hidden
-    bfloat16 [T, D]; target_argmax int32 [T]; target_lse float32 [T].
+    token_ids int64 [T]; loss_mask bool [T], from which every index is made before the forward (draft/alignment.py);
+    document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; last_hidden bfloat16 [T, D]; target_argmax int32 [T];
+    target_lse float32 [T].
     """
 
     sample_ids: tuple[str, ...]
@@ -38,7 +39,7 @@ class Batch:
 
     def to(self, device: str) -> Batch:
         """The same batch on another device."""
-        tensors = ("token_ids", "loss_mask", "aux_hidden", "last_hidden", "target_argmax", "target_lse")
+        tensors = ("token_ids", "aux_hidden", "last_hidden", "target_argmax", "target_lse")
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 

@@ -13,24 +13,23 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.soft_target_loss import choose_loss_backend
-from kernels.ttt_attention import choose_attention_backend
-from tasks.trainer.config import RunConfig, identity_fields
+from tasks.trainer.config import RunConfig, Train, identity_fields
 from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.ttt import count_rows, unroll
-from tasks.trainer.errors import InputError
+from tasks.trainer.draft.ttt import Computation, Objective, unroll
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Batch, Packs, Position, StatesSource, assemble, sample_lengths
+from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
 
@@ -66,11 +65,11 @@ def train(
     """Train `draft` (fp32, fresh) for config.train.steps optimizer steps, continuing the newest checkpoint.
 
     head [Vd, D]: the target's rows of the draft vocabulary. Returns a receipt: steps, tokens, seconds, backends.
-    Raises InputError for a choice this device cannot run, Interrupted on SIGTERM, FloatingPointError when the loss or
-    the gradient is not finite (the samples are named).
+    Raises InputError for a choice that this device cannot run, Interrupted on SIGTERM, FloatingPointError when the
+    loss or the gradient is not finite (the samples are named).
     """
     settings = config.train
-    attention, loss_backend = _choose_backends(config, draft, device, dtype)
+    computation = choose_computation(settings, device=device, dtype=dtype, head_dim=draft.config.head_dim)
     identity = run_identity(config, data.data_hash)
     found = checkpoint.load_latest(run.checkpoints, identity=identity)
     masters = found.draft if found else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
@@ -91,10 +90,11 @@ def train(
             group, position = _next_group(packs, settings.grad_accumulation)
             weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
             sums = Sums(settings.ttt_steps)
+            objective = choose_objective(settings, metrics.last)
             learning_rate = optimizer.learning_rate
             for pack in group:
                 batch = assemble([data[number] for number in pack], source).to(device)
-                train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, attention, loss_backend)
+                train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective)
                 tokens += batch.token_ids.shape[0]
             norm = optimizer.step()
             if not math.isfinite(norm) or not math.isfinite(sums.loss):
@@ -130,8 +130,8 @@ def train(
         "continued_from": first_step,
         "tokens": tokens,
         "seconds": time.monotonic() - started,
-        "attention": attention,
-        "loss": loss_backend,
+        "attention": computation.attention,
+        "loss": computation.loss,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
         "identity": identity,
@@ -146,8 +146,8 @@ def train_pack(
     weights: Sequence[float],
     head: Tensor,
     draft_ids: Tensor,
-    attention: str,
-    loss_backend: str,
+    computation: Computation,
+    objective: Objective,
 ) -> None:
     """Forward and backward of one pack; its gradients go to the masters, its sums to `sums`."""
     unrolled = unroll(
@@ -157,8 +157,9 @@ def train_pack(
         row_weight=weights,
         head=head,
         draft_ids=draft_ids,
-        attention=attention,
-        loss_backend=loss_backend,
+        computation=computation,
+        objective=objective,
+        draft_head=optimizer.masters["lm_head.weight"] if computation.loss == "linear" else None,
     )
     unrolled.loss.backward()
     optimizer.collect()
@@ -184,22 +185,17 @@ def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple
     return [pack for pack, _ in taken], taken[-1][1]
 
 
-def _choose_backends(config: RunConfig, draft: Eagle3Draft, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    attention: str = config.train.attention
-    loss: str = config.train.loss
-    if attention == "auto":
-        attention, why = choose_attention_backend(
-            "auto", device=device, dtype=dtype, head_dim=draft.config.head_dim, training=True
-        )
-        logger.info("attention: %s (%s)", attention, why)
-    elif attention == "flex" and device == "cpu":
-        raise InputError(
-            "train.attention=flex cannot train on the CPU (flex_attention has no backward there); use fused"
-        )
-    if loss == "auto":
-        loss, why = choose_loss_backend("auto", device=device)
-        logger.info("loss: %s (%s)", loss, why)
-    return attention, loss
+def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objective:
+    """The objective of the next optimizer step; last: the metrics of the one before.
+
+    lk_mixing "step" takes lambda from that step's mean alpha, and 1 before the first: a pure function of what a
+    resumed run has, too.
+    """
+    mixing = None
+    if settings.objective == "lk_lambda" and settings.lk_mixing == "step":
+        alpha = [0.0] * settings.ttt_steps if last is None else last["alpha"]
+        mixing = tuple(math.exp(-settings.lk_decay * value) for value in alpha)
+    return Objective(settings.objective, settings.temperature, settings.lk_decay, mixing)
 
 
 @contextmanager

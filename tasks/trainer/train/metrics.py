@@ -54,13 +54,14 @@ class Sums:
 
 
 class MetricsFile:
-    """metrics.jsonl of a run, exactly one line an optimizer step, also after resumes."""
+    """metrics.jsonl of a run, exactly one line an optimizer step, also after resumes. last: the newest line."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         """Continue after `step`: lines of later steps, and one cut by a kill, are dropped."""
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         if len(kept) != step:
             raise ValueError(f"{path} has {len(kept)} of the {step} steps before the checkpoint")
+        self.last: dict[str, Any] | None = kept[-1] if kept else None
         scratch = path.with_suffix(".tmp")
         with scratch.open("w", encoding="utf-8") as file:
             for line in kept:
@@ -73,6 +74,7 @@ class MetricsFile:
     def write(self, line: dict[str, Any]) -> None:
         """Append one step. NaN is refused (ValueError): no such step may count."""
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.last = line
         self._file.flush()
 
     def sync(self) -> None:

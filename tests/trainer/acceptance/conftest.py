@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.trainer.acceptance.decode import generate
+from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
-from tasks.trainer.draft.ttt import count_rows, unroll
+from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.target import Target
 
 VOCAB, MAX_NEW_TOKENS, TTT_STEPS = 64, 32, 4
@@ -107,8 +108,7 @@ def trained(target: Target, prompts: list[Tensor]) -> Eagle3Draft:
             row_weight=[0.8**k / TTT_STEPS / int(n) for k, n in enumerate(rows)],
             head=target.head[draft.target_ids],
             draft_ids=draft.draft_ids(),
-            attention="fused",
-            loss_backend="torch",
+            computation=Computation(attention="fused", loss="linear"),
         )
         unrolled.loss.backward()
         optimizer.step()

@@ -1,0 +1,168 @@
+"""What may be left out, shared, chunked, compiled or computed twice without changing the loss or a gradient."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tasks.trainer.draft import ttt
+from tasks.trainer.draft.alignment import count_rows
+from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tasks.trainer.draft.layer import Memory, Pieces, compiled_pieces
+from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
+from tasks.trainer.train.batches import Batch
+from tests.trainer.draft.conftest import DRAFT_VOCAB, HIDDEN, make_batch, masked
+
+K = 4
+# fp64: the same sums in another order.
+EXACT = {"rtol": 0.0, "atol": 1e-13}
+
+MASKS = {
+    "all": (masked((True, 40)), (40,)),
+    "an answer": (masked((False, 60), (True, 15)), (75,)),
+    "turns": (masked((False, 40), (True, 9), (False, 50), (True, 3), (False, 36), (True, 12), (False, 40)), (190,)),
+    "packed": (masked((False, 38), (True, 7), (True, 6), (False, 50), (True, 40)), (45, 6, 1, 49, 40)),
+    "one row": (masked((False, 50), (True, 2), (False, 50)), (102,)),
+}
+
+
+def run(
+    draft: Eagle3Draft, batch: Batch, computation: Computation, **options: Any
+) -> tuple[Unrolled, dict[str, torch.Tensor]]:
+    """The unroll's results and the draft's gradients."""
+    draft = copy.deepcopy(draft)
+    rows = count_rows(batch.loss_mask, batch.document_lengths, K)
+    generator = torch.Generator().manual_seed(5)
+    unrolled = unroll(
+        draft,
+        batch,
+        ttt_steps=K,
+        row_weight=[0.8**k / max(int(n), 1) for k, n in enumerate(rows)],
+        head=torch.rand(DRAFT_VOCAB, HIDDEN, generator=generator, dtype=torch.float64) - 0.5,
+        draft_ids=draft.draft_ids(),
+        computation=computation,
+        **options,
+    )
+    unrolled.loss.backward()
+    return unrolled, {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+
+
+def assert_same(
+    found: tuple[Unrolled, dict[str, torch.Tensor]], expected: tuple[Unrolled, dict[str, torch.Tensor]]
+) -> None:
+    for name in ("loss", "rows", "loss_sums", "correct_sums", "alpha_sums"):
+        # The loss and alpha are summed in float32.
+        torch.testing.assert_close(getattr(found[0], name), getattr(expected[0], name), rtol=1e-6, atol=1e-6)
+    assert (found[0].tau_sum, found[0].tau_rows) == (expected[0].tau_sum, expected[0].tau_rows)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("name", MASKS)
+def test_only_active_rows_need_computing(name: str, attention: str, draft: Eagle3Draft, monkeypatch: Any) -> None:
+    """Red when a row that is left out mattered: its key, its value, its share of fc; or when runs see wrong keys."""
+    mask, lengths = MASKS[name]
+    batch = make_batch(mask, lengths)
+    computation = Computation(attention=attention, loss="linear")
+    active = run(draft, batch, computation)
+    calls = []
+
+    def all_rows(counts: torch.Tensor, document_lengths: Any) -> Any:
+        calls.append(counts)
+        return tuple(itertools.pairwise(itertools.accumulate(document_lengths, initial=0)))
+
+    monkeypatch.setattr(ttt, "active_runs", all_rows)
+    assert_same(active, run(draft, batch, computation))
+    assert calls
+
+
+def test_rows_are_really_left_out(draft: Eagle3Draft, monkeypatch: Any) -> None:
+    """Red when all rows are computed after all: the loss would not tell."""
+    seen = []
+    original = ttt.ttt_attention
+
+    def watching(query: torch.Tensor, *tensors: Any, **options: Any) -> torch.Tensor:
+        seen.append(query.shape[0])
+        return original(query, *tensors, **options)
+
+    monkeypatch.setattr(ttt, "ttt_attention", watching)
+    mask, lengths = MASKS["an answer"]
+    run(draft, make_batch(mask, lengths), Computation(attention="fused", loss="linear"))
+    assert seen == [16] * K, "15 supervised tokens: 14 rows that count, and 2 to the end"
+
+
+@pytest.mark.parametrize(
+    "memory", [Memory("mlp"), Memory("step"), Memory("none", 7), Memory("mlp", 7), Memory("step", 7)]
+)
+@pytest.mark.parametrize("name", ["all", "turns"])
+def test_memory_choices_change_nothing(name: str, memory: Memory, draft: Eagle3Draft) -> None:
+    """Red when what is computed again differs from what was computed first, or a chunk is lost."""
+    batch = make_batch(*MASKS[name])
+    expected = run(draft, batch, Computation(attention="fused", loss="linear"))
+    assert_same(run(draft, batch, Computation(attention="fused", loss="linear", memory=memory)), expected)
+
+
+@pytest.mark.parametrize("name", ["all", "packed"])
+def test_loss_backends_agree(name: str, draft: Eagle3Draft) -> None:
+    """Red when the linear loss pairs a row with another target than the loss from logits does."""
+    batch = make_batch(*MASKS[name])
+    expected = run(draft, batch, Computation(attention="fused", loss="torch"))
+    assert_same(run(draft, batch, Computation(attention="fused", loss="linear")), expected)
+
+
+def test_the_heads_master_takes_its_gradient(draft: Eagle3Draft) -> None:
+    """Red when the gradient goes to the compute copy, or to both."""
+    batch = make_batch(*MASKS["turns"])
+    computation = Computation(attention="fused", loss="linear")
+    expected = run(draft, batch, computation)[1]["lm_head.weight"]
+    master = draft.lm_head.weight.detach().clone().requires_grad_()
+    _, gradients = run(draft, batch, computation, draft_head=master)
+    assert "lm_head.weight" not in gradients
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, expected, **EXACT)
+
+
+def test_objectives_reach_the_loss(draft: Eagle3Draft) -> None:
+    """Red when the objective, the temperature or the mixing chosen is not the one computed."""
+    batch = make_batch(*MASKS["turns"])
+    computation = Computation(attention="fused", loss="linear")
+    objectives = [
+        Objective(),
+        Objective("lk_alpha"),
+        Objective("total_variation"),
+        Objective("lk_lambda"),
+        Objective("lk_lambda", mixing=(0.5,) * K),
+        Objective(temperature=2.0),
+    ]
+    losses = [run(draft, batch, computation, objective=o)[0].loss.item() for o in objectives]
+    assert len({round(loss, 6) for loss in losses}) == len(objectives), losses
+    lambda_one = run(draft, batch, computation, objective=Objective("lk_lambda", mixing=(1.0,) * K))
+    assert_same(lambda_one, run(draft, batch, computation))
+
+
+def test_one_graph_a_piece_for_all_lengths(draft: Eagle3Draft) -> None:
+    """Red when a piece breaks its graph (fullgraph raises), or a new length compiles anew."""
+    counter = CompileCounter()
+    pieces = compiled_pieces(counter)
+    torch._dynamo.reset()
+    for number, length in enumerate((40, 57, 90, 33)):
+        batch = make_batch(masked((True, length)), (length,), seed=number)
+        computation = Computation(attention="fused", loss="linear")
+        expected = run(draft, batch, computation)
+        compiled = Computation(attention="fused", loss="linear", pieces=pieces)
+        assert_same(run(draft, batch, compiled), expected)
+    assert counter.frame_count == 3, "attention inputs, attention output, MLP"
+    for number, answer in enumerate((20, 31, 44)):
+        mask = masked((False, 50), (True, answer))
+        run(draft, make_batch(mask, (len(mask),), seed=number), Computation("fused", "linear", pieces=pieces))
+        # Step 0's queries alone, its keys and values alone, and attention inputs whose token rows begin their tensor.
+        assert counter.frame_count == 6
+    assert pieces is compiled_pieces(counter)
+    assert Pieces().mlp is not pieces.mlp
