@@ -185,8 +185,10 @@ class _LinearSoftTargetLoss(torch.autograd.Function):
                 "second backward through linear_soft_target_loss: its gradients were computed in the forward and "
                 "handed out by the first backward; run the forward again"
             )
-        # A graph that is kept could run again, with gradients that the first run has scaled and handed out.
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        # A kept graph is meant to run again, but the gradients are handed out below. Private to torch, and so asked for
+        # with care: where it is gone, the second run is what raises.
+        keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+        if keeps_graph is not None and keeps_graph():
             raise RuntimeError(
                 "linear_soft_target_loss runs backward once, so its graph cannot be kept: leave retain_graph and "
                 "create_graph out, and add losses up before the backward"

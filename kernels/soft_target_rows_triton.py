@@ -33,8 +33,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, tr
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# The lowest float32, not -inf, where a maximum starts: -inf - -inf would be NaN.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Where a maximum starts: below any logit, but not -inf, as -inf - -inf would be NaN; finite over any temperature.
+_LOWEST = tl.constexpr(-1e30)
 _FLOOR = tl.constexpr(PROBABILITY_FLOOR)
 
 
