@@ -7,12 +7,19 @@ Each byte moves once; all arithmetic is float32, each result rounded once. Bound
 3 later steps, 4.27 TB/s: forward 0.14 ms, backward 0.25 ms. The key/value head is the fast index of the grid, so that
 programs that run together read whole rows.
 
+All tiles are [rows, head dim], one a query head, held in tuples: in a tile [rows, heads, head dim] triton spreads the
+heads over threads and warps, and every sum over them goes through shared memory. The price is registers: in the
+backward a thread holds all query heads of its elements, so above 8 heads a key the tiles are smaller.
+
 Row offsets are 64-bit: A * H * Dh passes 2^31 at 512K rows. This module imports triton; `diagonal_merge` imports it
 only where it runs.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# (triton has no annotations, and its kernels take pointers, which have no type here)
+# mypy: disable-error-code="misc, var-annotated, assignment"
+# (triton has no annotations, and its kernels take pointers, which have no type here; tuples grow)
+# ruff: noqa: RUF005
+# (triton knows no starred expressions)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,25 +31,29 @@ from torch import Tensor
 
 from kernels.attention_plan import Rows, Segment
 
-# Elements of a program's query tile: 16 a thread in 4 warps, for two 16-byte loads of bf16; the backward holds about
-# eight such tiles in registers.
-_TILE = 2048
-_ELEMENTS_PER_WARP = 512
+# Elements of a tile: 8 a thread in 4 warps, a 16-byte load of bf16; fewer above 8 query heads a key, where the
+# backward would spill (168 registers at 4 heads, 255 at 8).
+_TILE = 1024
+_MAX_WHOLE_REPEATS = 8
+_NUM_WARPS = 4
 
 
 @triton.jit
 def _place(
-    row_index_pointer, num_rows,
-    NUM_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROW_INDEXED: tl.constexpr,
+    row_index_pointer, part_index_pointer, num_rows,
+    NUM_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROW_INDEXED: tl.constexpr, PART_INDEXED: tl.constexpr,
 ):  # fmt: skip
-    """(group, place in the segment, active row int64, whether there is one) of the program's rows."""
+    """(group, place in the segment, active row, row of the parts, whether there is one) of the program's rows."""
     program = tl.program_id(0)
-    place = (program // NUM_GROUPS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    place = ((program // NUM_GROUPS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     inside = place < num_rows
-    row = place.to(tl.int64)
+    row = place
     if ROW_INDEXED:
         row = tl.load(row_index_pointer + place, mask=inside, other=0)
-    return program % NUM_GROUPS, place, row, inside
+    part_row = place
+    if PART_INDEXED:
+        part_row = tl.load(part_index_pointer + place, mask=inside, other=0)
+    return program % NUM_GROUPS, place, row, part_row, inside
 
 
 @triton.jit(
@@ -55,57 +66,57 @@ def _merge_forward_kernel(
     scale, num_rows, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, lse_0_stride, lse_1_stride, merged_lse_stride,
     NUM_GROUPS: tl.constexpr, NUM_REPEATS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_REPEATS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    NUM_STEPS: tl.constexpr, NUM_PARTS: tl.constexpr, ROW_INDEXED: tl.constexpr, PART_INDEXED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_STEPS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    ROW_INDEXED: tl.constexpr, PART_INDEXED: tl.constexpr,
 ):  # fmt: skip
-    group, place, row, inside = _place(row_index_pointer, num_rows, NUM_GROUPS, BLOCK_ROWS, ROW_INDEXED)
-    part_row = place.to(tl.int64)
-    if PART_INDEXED:
-        part_row = tl.load(part_index_pointer + place, mask=inside, other=0)
-    repeat = tl.arange(0, BLOCK_REPEATS)
-    head = group * NUM_REPEATS + repeat
+    group, place, row, part_row, inside = _place(
+        row_index_pointer, part_index_pointer, num_rows, NUM_GROUPS, BLOCK_ROWS, ROW_INDEXED, PART_INDEXED
+    )
     dim = tl.arange(0, BLOCK_DIM)
-    key_mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
-    head_mask = inside[:, None] & (repeat < NUM_REPEATS)[None, :]
-    mask = head_mask[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-    # The parts and the merged output are contiguous [.., H, Dh].
-    head_offset = (head * HEAD_DIM)[None, :, None] + dim[None, None, :]
-    row_size = NUM_GROUPS * NUM_REPEATS * HEAD_DIM
-
-    part_offset = (part_row * row_size)[:, None, None] + head_offset
-    merged = tl.load(part_0_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
-    lse_offset = head.to(tl.int64)[None, :]
-    largest = tl.load(lse_0_pointer + lse_offset * lse_0_stride + place[:, None], mask=head_mask, other=0.0)
-    total = tl.full((BLOCK_ROWS, BLOCK_REPEATS), 1.0, tl.float32)
-    # Online softmax from here: merged = sum_i exp(lse_i - largest) * out_i, total = sum_i exp(lse_i - largest).
-    # Part 0 holds the row's own key, so its log-sum-exp is finite; part 1 may be -inf, where a row has none.
-    if NUM_PARTS == 2:
-        other = tl.load(part_1_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
-        lse = tl.load(lse_1_pointer + lse_offset * lse_1_stride + place[:, None], mask=head_mask, other=0.0)
-        larger = tl.maximum(largest, lse)
-        old, new = tl.exp(largest - larger), tl.exp(lse - larger)
-        merged = merged * old[:, :, None] + other * new[:, :, None]
-        total = total * old + new
-        largest = larger
-    if NUM_STEPS > 0:
-        query_offset = (row * query_row_stride)[:, None, None] + (head * query_head_stride)[None, :, None]
-        q = tl.load(query_pointer + query_offset + dim[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        key_offset = (row * key_row_stride + group * key_head_stride)[:, None] + dim[None, :]
-        value_offset = (row * value_row_stride + group * value_head_stride)[:, None] + dim[None, :]
+    mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    key_offset = (row * key_row_stride + group * key_head_stride)[:, None] + dim[None, :]
+    value_offset = (row * value_row_stride + group * value_head_stride)[:, None] + dim[None, :]
+    step_keys = ()
+    step_values = ()
+    for step in tl.static_range(NUM_STEPS):
+        step_keys = step_keys + (tl.load(keys[step] + key_offset, mask=mask, other=0.0),)
+        step_values = step_values + (tl.load(values[step] + value_offset, mask=mask, other=0.0),)
+    for repeat in tl.static_range(NUM_REPEATS):
+        head = group * NUM_REPEATS + repeat
+        # The parts and the merged output are contiguous [.., H, Dh].
+        offset = ((row * NUM_GROUPS * NUM_REPEATS + head) * HEAD_DIM)[:, None] + dim[None, :]
+        part_offset = ((part_row * NUM_GROUPS * NUM_REPEATS + head) * HEAD_DIM)[:, None] + dim[None, :]
+        part = tl.load(part_0_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
+        lse_0 = tl.load(lse_0_pointer + head.to(tl.int64) * lse_0_stride + place, mask=inside, other=0.0)
+        # Part 0 holds the row's own key, so its log-sum-exp is finite; part 1 may be -inf, where a row has none.
+        largest = lse_0
+        lse_1 = lse_0
+        if NUM_PARTS == 2:
+            lse_1 = tl.load(lse_1_pointer + head.to(tl.int64) * lse_1_stride + place, mask=inside, other=0.0)
+            largest = tl.maximum(largest, lse_1)
+        scores = ()
+        if NUM_STEPS > 0:
+            query_offset = (row * query_row_stride + head * query_head_stride)[:, None] + dim[None, :]
+            query = tl.load(query_pointer + query_offset, mask=mask, other=0.0).to(tl.float32)
+            for step in tl.static_range(NUM_STEPS):
+                score = tl.sum(query * step_keys[step].to(tl.float32), 1) * scale
+                scores = scores + (score,)
+                largest = tl.maximum(largest, score)
+        share = tl.exp(lse_0 - largest)
+        total = share
+        merged = part * share[:, None]
+        if NUM_PARTS == 2:
+            share = tl.exp(lse_1 - largest)
+            total += share
+            merged += tl.load(part_1_pointer + part_offset, mask=mask, other=0.0).to(tl.float32) * share[:, None]
         for step in tl.static_range(NUM_STEPS):
-            key = tl.load(keys[step] + key_offset, mask=key_mask, other=0.0).to(tl.float32)
-            value = tl.load(values[step] + value_offset, mask=key_mask, other=0.0).to(tl.float32)
-            score = tl.sum(q * key[:, None, :], 2) * scale
-            larger = tl.maximum(largest, score)
-            old, new = tl.exp(largest - larger), tl.exp(score - larger)
-            merged = merged * old[:, :, None] + value[:, None, :] * new[:, :, None]
-            total = total * old + new
-            largest = larger
-    merged = merged / total[:, :, None]
-    merged_offset = (row * row_size)[:, None, None] + head_offset
-    tl.store(merged_pointer + merged_offset, merged.to(merged_pointer.dtype.element_ty), mask=mask)
-    merged_lse_offset = lse_offset * merged_lse_stride + row[:, None]
-    tl.store(merged_lse_pointer + merged_lse_offset, largest + tl.log(total), mask=head_mask)
+            share = tl.exp(scores[step] - largest)
+            total += share
+            merged += step_values[step].to(tl.float32) * share[:, None]
+        merged = merged / total[:, None]
+        tl.store(merged_pointer + offset, merged.to(merged_pointer.dtype.element_ty), mask=mask)
+        merged_lse_pointers = merged_lse_pointer + head.to(tl.int64) * merged_lse_stride + row
+        tl.store(merged_lse_pointers, largest + tl.log(total), mask=inside)
 
 
 @triton.jit(
@@ -119,82 +130,86 @@ def _merge_backward_kernel(
     scale, num_rows, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, lse_stride, base_lse_stride,
     NUM_GROUPS: tl.constexpr, NUM_REPEATS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_REPEATS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    NUM_STEPS: tl.constexpr, NUM_PARTS: tl.constexpr, ROW_INDEXED: tl.constexpr, PART_INDEXED: tl.constexpr,
-    BASE_GRADIENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_STEPS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    ROW_INDEXED: tl.constexpr, PART_INDEXED: tl.constexpr, BASE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The parts are the base block's dq; with BASE_GRADIENT part 0 is its output, whose gradients are written."""
-    group, place, row, inside = _place(row_index_pointer, num_rows, NUM_GROUPS, BLOCK_ROWS, ROW_INDEXED)
-    part_row = place.to(tl.int64)
-    if PART_INDEXED:
-        part_row = tl.load(part_index_pointer + place, mask=inside, other=0)
-    repeat = tl.arange(0, BLOCK_REPEATS)
-    head = group * NUM_REPEATS + repeat
+    group, _, row, part_row, inside = _place(
+        row_index_pointer, part_index_pointer, num_rows, NUM_GROUPS, BLOCK_ROWS, ROW_INDEXED, PART_INDEXED
+    )
     dim = tl.arange(0, BLOCK_DIM)
-    key_mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
-    head_mask = inside[:, None] & (repeat < NUM_REPEATS)[None, :]
-    mask = head_mask[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-    head_offset = (head * HEAD_DIM)[None, :, None] + dim[None, None, :]
-    row_size = NUM_GROUPS * NUM_REPEATS * HEAD_DIM
-
-    offset = (row * row_size)[:, None, None] + head_offset
-    part_offset = (part_row * row_size)[:, None, None] + head_offset
-    part = tl.load(part_0_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_pointer + offset, mask=mask, other=0.0).to(tl.float32)
-    grad_query = tl.zeros((BLOCK_ROWS, BLOCK_REPEATS, BLOCK_DIM), tl.float32)
-    if not BASE_GRADIENT:
-        grad_query = part
+    mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    queries = ()
+    grads = ()
+    grad_queries = ()
+    deltas = ()
+    lses = ()
+    for repeat in tl.static_range(NUM_REPEATS):
+        head = group * NUM_REPEATS + repeat
+        offset = ((row * NUM_GROUPS * NUM_REPEATS + head) * HEAD_DIM)[:, None] + dim[None, :]
+        part_offset = ((part_row * NUM_GROUPS * NUM_REPEATS + head) * HEAD_DIM)[:, None] + dim[None, :]
+        part = tl.load(part_0_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
         if NUM_PARTS == 2:
-            grad_query += tl.load(part_1_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
-    if NUM_STEPS > 0:
+            part += tl.load(part_1_pointer + part_offset, mask=mask, other=0.0).to(tl.float32)
+        # Kept as loaded, in half the registers of float32.
+        grad = tl.load(grad_pointer + offset, mask=mask, other=0.0)
+        query_offset = (row * query_row_stride + head * query_head_stride)[:, None] + dim[None, :]
+        queries = queries + (tl.load(query_pointer + query_offset, mask=mask, other=0.0),)
+        grads = grads + (grad,)
         merged = tl.load(merged_pointer + offset, mask=mask, other=0.0).to(tl.float32)
-        delta = tl.sum(grad * merged, 2)
-        lse_offset = head.to(tl.int64)[None, :]
-        lse = tl.load(lse_pointer + lse_offset * lse_stride + row[:, None], mask=head_mask, other=0.0)
+        delta = tl.sum(grad.to(tl.float32) * merged, 1)
+        lse = tl.load(lse_pointer + head.to(tl.int64) * lse_stride + row, mask=inside, other=0.0)
         if BASE_GRADIENT:
-            base_lse_offset = lse_offset * base_lse_stride + row[:, None]
-            base_lse = tl.load(base_lse_pointer + base_lse_offset, mask=head_mask, other=0.0)
+            base_lse_offset = head.to(tl.int64) * base_lse_stride + row
+            base_lse = tl.load(base_lse_pointer + base_lse_offset, mask=inside, other=0.0)
             share = tl.exp(base_lse - lse)
-            grad_base = share[:, :, None] * grad
-            grad_base_lse = share * (tl.sum(grad * part, 2) - delta)
+            grad_base = share[:, None] * grad.to(tl.float32)
+            grad_base_lse = share * (tl.sum(grad.to(tl.float32) * part, 1) - delta)
             tl.store(grad_base_pointer + offset, grad_base.to(grad_base_pointer.dtype.element_ty), mask=mask)
-            tl.store(grad_base_lse_pointer + base_lse_offset, grad_base_lse, mask=head_mask)
-        query_offset = (row * query_row_stride)[:, None, None] + (head * query_head_stride)[None, :, None]
-        q = tl.load(query_pointer + query_offset + dim[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        key_offset = (row * key_row_stride + group * key_head_stride)[:, None] + dim[None, :]
-        value_offset = (row * value_row_stride + group * value_head_stride)[:, None] + dim[None, :]
-        grad_key_offset = (row * (NUM_GROUPS * HEAD_DIM) + group * HEAD_DIM)[:, None] + dim[None, :]
-        # A diagonal block's share is that of one more key: p = exp(score - lse), ds = p * (dp - delta).
-        for step in tl.static_range(NUM_STEPS):
-            key = tl.load(keys[step] + key_offset, mask=key_mask, other=0.0).to(tl.float32)
-            value = tl.load(values[step] + value_offset, mask=key_mask, other=0.0).to(tl.float32)
-            probability = tl.exp(tl.sum(q * key[:, None, :], 2) * scale - lse)
-            grad_score = probability * (tl.sum(grad * value[:, None, :], 2) - delta) * scale
-            grad_query += grad_score[:, :, None] * key[:, None, :]
-            grad_key = tl.sum(grad_score[:, :, None] * q, 1)
-            grad_value = tl.sum(probability[:, :, None] * grad, 1)
-            grad_key_pointers = grad_keys[step] + grad_key_offset
-            grad_value_pointers = grad_values[step] + grad_key_offset
-            tl.store(grad_key_pointers, grad_key.to(grad_keys[step].dtype.element_ty), mask=key_mask)
-            tl.store(grad_value_pointers, grad_value.to(grad_values[step].dtype.element_ty), mask=key_mask)
-    tl.store(grad_query_pointer + offset, grad_query.to(grad_query_pointer.dtype.element_ty), mask=mask)
+            tl.store(grad_base_lse_pointer + base_lse_offset, grad_base_lse, mask=inside)
+            part = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+        grad_queries = grad_queries + (part,)
+        deltas = deltas + (delta,)
+        lses = lses + (lse,)
+
+    key_offset = (row * key_row_stride + group * key_head_stride)[:, None] + dim[None, :]
+    value_offset = (row * value_row_stride + group * value_head_stride)[:, None] + dim[None, :]
+    grad_key_offset = ((row * NUM_GROUPS + group) * HEAD_DIM)[:, None] + dim[None, :]
+    # A diagonal block's share is that of one more key: p = exp(score - lse), ds = p * (dp - delta).
+    for step in tl.static_range(NUM_STEPS):
+        key = tl.load(keys[step] + key_offset, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(values[step] + value_offset, mask=mask, other=0.0).to(tl.float32)
+        grad_key = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+        grad_value = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+        new_grad_queries = ()
+        for repeat in tl.static_range(NUM_REPEATS):
+            query = queries[repeat].to(tl.float32)
+            grad = grads[repeat].to(tl.float32)
+            probability = tl.exp(tl.sum(query * key, 1) * scale - lses[repeat])
+            grad_score = probability * (tl.sum(grad * value, 1) - deltas[repeat]) * scale
+            grad_key += grad_score[:, None] * query
+            grad_value += probability[:, None] * grad
+            new_grad_queries = new_grad_queries + (grad_queries[repeat] + grad_score[:, None] * key,)
+        grad_queries = new_grad_queries
+        tl.store(grad_keys[step] + grad_key_offset, grad_key.to(grad_keys[step].dtype.element_ty), mask=mask)
+        tl.store(grad_values[step] + grad_key_offset, grad_value.to(grad_values[step].dtype.element_ty), mask=mask)
+    for repeat in tl.static_range(NUM_REPEATS):
+        offset = ((row * NUM_GROUPS * NUM_REPEATS + group * NUM_REPEATS + repeat) * HEAD_DIM)[:, None] + dim[None, :]
+        grad_query = grad_queries[repeat].to(grad_query_pointer.dtype.element_ty)
+        tl.store(grad_query_pointer + offset, grad_query, mask=mask)
 
 
 def _blocks(query: Tensor, num_groups: int) -> dict[str, int]:
     num_heads, head_dim = query.shape[1:]
-    repeats = num_heads // num_groups
-    block_repeats, block_dim = triton.next_power_of_2(repeats), triton.next_power_of_2(head_dim)
-    block_rows = max(1, _TILE // (block_repeats * block_dim))
-    tile = block_rows * block_repeats * block_dim
+    block_dim, repeats = triton.next_power_of_2(head_dim), num_heads // num_groups
+    tile = _TILE * _MAX_WHOLE_REPEATS // max(_MAX_WHOLE_REPEATS, triton.next_power_of_2(repeats))
     return {
         "NUM_GROUPS": num_groups,
         "NUM_REPEATS": repeats,
         "HEAD_DIM": head_dim,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_REPEATS": block_repeats,
+        "BLOCK_ROWS": max(1, tile // block_dim),
         "BLOCK_DIM": block_dim,
-        # A power of two, as the tile is.
-        "num_warps": max(1, min(16, tile // _ELEMENTS_PER_WARP)),
+        "num_warps": _NUM_WARPS,
     }
 
 
@@ -236,7 +251,7 @@ def merge_forward(
     query, merged = _from(query, first), _from(merged, first)
     keys, values = [_from(rows, first) for rows in keys], [_from(rows, first) for rows in values]
     lse_of_rows = merged_lse[:, first.start :] if isinstance(first, slice) else merged_lse
-    num_groups = keys[0].shape[1] if keys else 1
+    num_groups = keys[0].shape[1] if keys else query.shape[1]
     blocks = _blocks(query, num_groups)
     with torch.cuda.device_of(query):
         _merge_forward_kernel[(triton.cdiv(num_rows, blocks["BLOCK_ROWS"]) * num_groups,)](
@@ -279,7 +294,7 @@ def merge_backward(
     keys, values, grad_keys, grad_values = (
         [_from(rows, first) for rows in group] for group in (keys, values, grad_keys, grad_values)
     )
-    num_groups = keys[0].shape[1] if keys else 1
+    num_groups = keys[0].shape[1] if keys else query.shape[1]
     blocks = _blocks(query, num_groups)
     with torch.cuda.device_of(query):
         _merge_backward_kernel[(triton.cdiv(num_rows, blocks["BLOCK_ROWS"]) * num_groups,)](
