@@ -102,6 +102,7 @@ def cases(tokens: Sequence[int] = TOKENS, *, device: str = "cuda", tiny: bool = 
 
 
 def measure(bench: Bench, found: Sequence[Case]) -> None:
-    """Take the cases in order."""
+    """Take the cases in order. Raises BenchError in the end when some could not be measured."""
     for case in found:
         bench.measure(case)
+    bench.finish()

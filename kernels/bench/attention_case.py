@@ -16,10 +16,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels import reference
 from kernels.ttt_attention import ttt_attention
 
-_CAUSAL_KERNELS = {
-    "plain_causal_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "plain_causal_flash": SDPBackend.FLASH_ATTENTION,
-}
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The operator behind scaled_dot_product_attention, which picks another kernel where it prefers one."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True, False)[0]
+    return out
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    # On the GPU by flash or not at all; the CPU's kernel goes by another name.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.device.type == "cuda" else nullcontext():
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+_CAUSAL_KERNELS = {"plain_causal_cudnn": _cudnn, "plain_causal_flash": _flash}
 
 
 class AttentionCase:
@@ -82,14 +92,10 @@ class AttentionCase:
 
     def _plain_causal(self, variant: str) -> list[Tensor]:
         """Each step's query over its own keys: nothing but the calls, not even a sum of key gradients."""
-        on_gpu = self.gradient.device.type == "cuda"
         outputs = []
-        # On the GPU by this kernel or not at all; the CPU has names of its own.
-        with sdpa_kernel(_CAUSAL_KERNELS[variant]) if on_gpu else nullcontext():
-            for rows in zip(self.queries, self.keys, self.values, strict=True):
-                query, key, value = (one.transpose(0, 1).unsqueeze(0) for one in rows)
-                out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-                outputs.append(out.squeeze(0).transpose(0, 1))
+        for rows in zip(self.queries, self.keys, self.values, strict=True):
+            query, key, value = (one.transpose(0, 1).unsqueeze(0) for one in rows)
+            outputs.append(_CAUSAL_KERNELS[variant](query, key, value).squeeze(0).transpose(0, 1))
         return outputs
 
     def _flex_concat(self) -> list[Tensor]:

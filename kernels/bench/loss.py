@@ -93,6 +93,7 @@ def cases(*, against: bool, parts: Sequence[str] = ("logits", "linear"), tiny: b
 
 
 def measure(bench: Bench, found: Sequence[Case]) -> None:
-    """Take the cases in order."""
+    """Take the cases in order. Raises BenchError in the end when some could not be measured."""
     for case in found:
         bench.measure(case)
+    bench.finish()

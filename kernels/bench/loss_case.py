@@ -236,7 +236,7 @@ def _indices(ranges: Sequence[layouts.Span], device: torch.device) -> Tensor:
 
 
 def _dynamic_rows(tensor: Tensor) -> Tensor:
-    torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
 

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,6 +64,10 @@ class Case:
     fastest: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
+class WorkFailed(BenchError):
+    """What a worker was asked to measure raised an exception; the worker goes on."""
+
+
 class Process:
     """A worker, spoken to in JSON lines."""
 
@@ -100,7 +104,7 @@ class Process:
             raise BenchError(f"the {self.name} worker has ended:\n{self._tail()}") from None
         reply = self._reply()
         if "failed" in reply:
-            raise BenchError(f"the {self.name} worker failed at {do} {request}:\n{reply['failed']}")
+            raise WorkFailed(f"{self.name} failed at {do} {json.dumps(request)}:\n{reply['failed']}")
         return reply
 
     def _reply(self) -> dict[str, Any]:
@@ -161,13 +165,17 @@ class Pool:
         return self._processes[name]
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)  # minutes lie between lines
+
+
 @dataclass(slots=True)
 class Journal:
     """Where the rows of one command go: printed as they come, and recorded unless it is a try."""
 
     commit: str
     out: Path | None
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = _print
     run: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}")
     rows: list[Row] = field(default_factory=list)
 
@@ -204,11 +212,15 @@ def describe(row: Row) -> str:
 
 
 class Bench:
-    """Measures cases with a pool into a journal."""
+    """Measures cases with a pool into a journal.
+
+    A variant that fails gets no row and does not keep the others from theirs: `finish` raises what was met.
+    """
 
     def __init__(self, pool: Pool, journal: Journal, rounds: int) -> None:
         self._pool, self._journal, self._rounds = pool, journal, rounds
         self._errors: dict[tuple[str, str], float | None] = {}
+        self._failures: list[str] = []
 
     def measure(self, case: Case) -> list[Row]:
         """Take a case and record it."""
@@ -220,6 +232,11 @@ class Bench:
         """Add rows to the journal."""
         self._journal.add(rows, iterations)
 
+    def finish(self) -> None:
+        """Raises BenchError with every failure."""
+        if self._failures:
+            raise BenchError(f"{len(self._failures)} measurements failed\n" + "\n".join(self._failures))
+
     def say(self, text: str) -> None:
         """A line for the terminal."""
         self._journal.say(text)
@@ -229,16 +246,29 @@ class Bench:
 
         Running out of memory is a result, not a failure: that row has no time.
         """
-        errors = {variant: self._error(case, variant, group) for variant, group in case.variants.items()}
+        failed: set[str] = set()
+        errors: dict[str, float | None] = {}
+        for variant, group in case.variants.items():
+            with self._noting(failed, variant):
+                errors[variant] = self._error(case, variant, group)
         groups = dict.fromkeys(case.variants.values())
-        lost = {group for group in groups if "oom" in self._pool[group].ask("prepare", settings=dict(case.settings))}
-        running = {variant: group for variant, group in case.variants.items() if group not in lost}
+        lost: set[str] = set()
+        for group in groups:
+            of_group = [variant for variant, own in case.variants.items() if own == group]
+            with self._noting(failed, *of_group):
+                if "oom" in self._pool[group].ask("prepare", settings=dict(case.settings)):
+                    lost.add(group)
+        running = {
+            variant: group for variant, group in case.variants.items() if group not in lost and variant not in failed
+        }
         taken: dict[str, list[dict[str, Any]]] = {variant: [] for variant in case.variants}
         slower: set[str] = set()
         for number in range(min(self._rounds, case.rounds)):
             for variant, group in list(running.items()):
                 warm = 1 if case.warm and (number == 0 or case.trim) else 0
-                reply = self._pool[group].ask("run", variant=variant, warm=warm, repeat=case.repeat, trim=case.trim)
+                reply: dict[str, Any] = {"oom": True}
+                with self._noting(failed, variant):
+                    reply = self._pool[group].ask("run", variant=variant, warm=warm, repeat=case.repeat, trim=case.trim)
                 if "oom" in reply:
                     del running[variant]
                     taken[variant] = []
@@ -254,12 +284,22 @@ class Bench:
         rows = [
             self._row(case, names.get(variant, variant), variant, group, taken[variant], errors[variant])
             for variant, group in case.variants.items()
-            if variant not in slower
+            if variant not in slower and variant not in failed
         ]
         about = {"run": self._journal.run, "work": case.work, "tokens": case.tokens, "vocab": case.vocab,
                  "supervised": case.supervised, "shape": case.shape}  # fmt: skip
         raw = [{**about, "variant": variant, **one} for variant, iterations in taken.items() for one in iterations]
         return rows, raw
+
+    @contextlib.contextmanager
+    def _noting(self, failed: set[str], *variants: str) -> Iterator[None]:
+        """Keep a failure for `finish`, and leave these variants out from there on."""
+        try:
+            yield
+        except WorkFailed as failure:
+            self._failures.append(str(failure))
+            failed.update(variants)
+            self.say(f"{', '.join(variants)} failed: {str(failure).strip().splitlines()[-1]}")
 
     def _error(self, case: Case, variant: str, group: str) -> float | None:
         """The error of a variant; the same problem is solved once a run."""
@@ -269,9 +309,9 @@ class Bench:
         if key not in self._errors:
             reply = self._pool[group].ask("error", variant=variant, problem=dict(case.problem))
             if "oom" in reply:
-                raise BenchError(f"the error problem of {variant} does not fit in memory: {case.problem}")
+                raise WorkFailed(f"the error problem of {variant} does not fit in memory: {case.problem}")
             if reply["error"] is not None and not math.isfinite(reply["error"]):
-                raise BenchError(f"the error of {variant} is {reply['error']}: a time for it would mean nothing")
+                raise WorkFailed(f"the error of {variant} is {reply['error']}: a time for it would mean nothing")
             self._errors[key] = reply["error"]
         return self._errors[key]
 

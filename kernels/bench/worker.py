@@ -74,9 +74,9 @@ class Worker:
 
     def _prepare(self, settings: dict[str, Any]) -> dict[str, Any]:
         self._release()
-        case = self._module.open_case(settings, self._device)
-        self._case = case
-        return {"input_bytes": _bytes_of(case.inputs)}
+        self._case = self._module.open_case(settings, self._device)
+        gc.freeze()  # what is loaded by now stays: later collections look at the iterations' own objects only
+        return {"input_bytes": _bytes_of(self._case.inputs)}
 
     def _release(self) -> dict[str, Any]:
         self._case = None

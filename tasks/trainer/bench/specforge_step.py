@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 _SHAPE_KEYS = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
                "target_vocab_size", "ttt_steps")  # fmt: skip
-_MAX_POSITIONS = 2**19
+_MAX_POSITIONS = 40960  # the target's; its RoPE table is made that long
 _CHUNK = 8192
 
 
@@ -50,7 +50,7 @@ class Model:
             num_key_value_heads=shape["num_kv_heads"],
             head_dim=shape["head_dim"],
             vocab_size=shape["target_vocab_size"],
-            max_position_embeddings=_MAX_POSITIONS,
+            max_position_embeddings=shape.get("max_positions", _MAX_POSITIONS),
             rms_norm_eps=1e-6,
             pad_token_id=0,
             pretraining_tp=1,
@@ -124,7 +124,10 @@ class StepCase:
 
     def __init__(self, settings: dict[str, Any], device: torch.device) -> None:
         dtype = getattr(torch, settings["dtype"])
-        shape = json.dumps({name: settings[name] for name in _SHAPE_KEYS})
+        # A longer row needs a longer table: in powers of two, not to build the model anew for each.
+        longer = {"max_positions": 2 ** (settings["tokens"] + 64).bit_length()}
+        longer = longer if settings["tokens"] + 64 > _MAX_POSITIONS else {}
+        shape = json.dumps({name: settings[name] for name in _SHAPE_KEYS} | longer)
         self._device = device
         self._model = _model(shape, device, dtype)
         self._batch = make_batch(settings, device, dtype)

@@ -91,9 +91,10 @@ def _case(
 
 
 def measure(bench: Bench, found: Sequence[Case]) -> None:
-    """Take the cases in order."""
+    """Take the cases in order. Raises BenchError in the end when some could not be measured."""
     for case in found:
         bench.measure(case)
+    bench.finish()
 
 
 def measure_longest(
@@ -121,6 +122,8 @@ def measure_longest(
         tokens, lost = start, 0
         while tokens:
             rows, raw = attempt(tokens, variants)
+            if not rows:  # it failed otherwise than by running out of memory
+                bench.finish()
             if rows[0].ms is None:
                 lost = tokens
             else:
