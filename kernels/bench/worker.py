@@ -80,6 +80,7 @@ class Worker:
 
     def _release(self) -> dict[str, Any]:
         self._case = None
+        gc.unfreeze()  # or what the last case leaves in cycles would keep its memory
         if self._cuda:  # what earlier cases' matrix products left behind would count as the next one's memory
             self._torch._C._cuda_clearCublasWorkspaces()
         self._trim()
