@@ -171,10 +171,9 @@ class _LinearSoftTargetLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(computed.loss_sums, computed.correct, computed.alpha)
         if call.overwrite_hidden:
             overwritten = [states for states, needed in zip(hidden, call.needs_hidden, strict=True) if needed]
-            # Autograd cannot see the writes: without this, another operation that kept these states for its own
-            # backward would read gradients in their place. Now it raises; and so does ours if someone writes later.
-            for states in overwritten:
-                torch.autograd.graph.increment_version(states)
+            # Autograd has seen the writes, as detach() shares the version counter: another operation that kept these
+            # states for its own backward now raises, rather than read gradients. Saved here, so that ours raises if
+            # someone writes later.
             ctx.save_for_backward(*overwritten)
         return computed.loss, computed.loss_sums, computed.correct, computed.alpha
 
