@@ -115,20 +115,21 @@ def test_merge_and_its_backward(
 def test_segments_of_gathered_rows(kernel: str, device: torch.device) -> None:
     """Red when a row's place among the active rows, in its part and in its log-sum-exp are mixed up."""
     case = Case(20, (6, 2, 24), 2, 1, torch.float32, device)
-    # Rows 3 .. 9 lie in a part with dummies at its ends; the others in any order, among dummies.
-    ends = [0, 1, 2, *range(10, 20)]
-    rows = torch.tensor(ends, device=device)
-    places = torch.tensor([2 * i + 1 for i in range(len(ends))], device=device)
+    # Rows 3 .. 9 lie in a part with dummies at its ends, some rows among dummies, the others one after another.
+    rows = torch.tensor([0, 1, 2, 10, 11], device=device)
+    places = torch.tensor([1, 3, 5, 7, 8], device=device)
+    others = torch.tensor([12, 14, 16, 13, 15, 17, 18, 19], device=device)
 
     def segments(part: Tensor, lse: Tensor | None) -> list[Segment]:
         first = part.new_full((12, *part.shape[1:]), float("nan"))
         first[4:11] = part[3:10]
         second = part.new_full((30, *part.shape[1:]), float("nan"))
         second[places] = part[rows]
-        lses = [()] * 2 if lse is None else [(lse[:, 3:10],), (lse[:, rows],)]
+        lses = [() if lse is None else (lse[:, chosen],) for chosen in (slice(3, 10), rows, others)]
         return [
             Segment(slice(3, 10), slice(4, 11), (first,), lses[0]),
             Segment(rows, places, (second,), lses[1]),
+            Segment(others, slice(0, 8), (part[others],), lses[2]),
         ]
 
     arguments = (case.query, case.keys, case.values, case.scale)
