@@ -6,8 +6,8 @@ which key blocks are full follows from the first and last of its rows. The table
 them: 16 MiB at 128K tokens; building them takes a few vector operations, whatever the number of documents or runs.
 
 On CUDA flex_attention is compiled for all lengths at once, in three variants at most: all rows active, some, and no
-more than one block of them (the compiler takes equal sizes for one, and a size of 1 for a constant). Without compilation, on the CPU, it holds all A x T scores and
-has no backward: good for checking, not for training.
+more than one block of them (the compiler takes equal sizes for one, and a size of 1 for a constant). Without
+compilation, on the CPU, it holds all A x T scores and has no backward: good for checking, not for training.
 """
 
 from __future__ import annotations
