@@ -24,11 +24,12 @@ from kernels import soft_target_rows
 from kernels.reference import HiddenTargets, TopKTargets, accumulation_dtype
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
 
-# Rows of a product of all steps: from here on the products' speed does not grow (H200, D 4096).
-_PRODUCT_ROWS = 3584
+# Rows of a product of all steps: from 3,584 on the products' speed does not grow (H200, D 4096), but every chunk reads
+# and writes the head's float32 gradient once, so long inputs take twice that.
+_PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 3584, 7168, 16
 _MIN_CHUNK_ROWS = 128
 # Of the memory that all logits and soft targets would take: the share a chunk may, above and below 8,192 target rows.
-_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 12, 1 / 3.5
+_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 12, 1 / 2.65
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,18 @@ class _Plan:
 def default_chunk_rows(
     num_targets: int, num_steps: int, num_columns: int, hidden_size: int, itemsize: int, target_itemsize: int
 ) -> int:
-    """Target rows a chunk: a product of about 3,584 rows, or fewer where its logits would not be small beside all.
+    """Target rows a chunk: a product of about 3,584 rows; fewer where its logits would not be small beside all, up to
+    7,168 where there would be more than 16 chunks.
 
     All logits and soft targets take T * (K + 1) * Vd elements; a chunk stays below 1/12 of that from 8,192 target rows
-    on, and below 1/3.5 of it under them.
+    on, and below 1/2.65 of it under them.
     """
     all_bytes = num_targets * num_columns * (num_steps * itemsize + target_itemsize)
     share = _SHARE_LARGE if num_targets >= _LARGE else _SHARE_SMALL
     bytes_a_row = num_steps * (num_columns + hidden_size) * itemsize + num_columns * target_itemsize
     fitting = max(_MIN_CHUNK_ROWS, int(share * all_bytes / bytes_a_row))
-    rows = min(fitting, max(_MIN_CHUNK_ROWS, _PRODUCT_ROWS // num_steps))
+    wanted = min(max(num_targets // _CHUNKS_BEFORE_MORE, _PRODUCT_ROWS // num_steps), _MOST_PRODUCT_ROWS // num_steps)
+    rows = min(fitting, max(_MIN_CHUNK_ROWS, wanted))
     # Equal chunks: a last one of a few rows would pay for a whole one.
     num_chunks = max(1, -(-num_targets // rows))
     return max(1, -(-num_targets // num_chunks))
@@ -120,7 +123,9 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
         (states if call.overwrite_hidden else torch.zeros_like(states)) if needed else None
         for states, needed in zip(hidden, call.needs_hidden, strict=True)
     ]
-    accumulated = torch.zeros(num_columns, hidden_size, dtype=wide, device=device) if call.needs_head else None
+    accumulated = torch.empty(num_columns, hidden_size, dtype=wide, device=device) if call.needs_head else None
+    if accumulated is not None and num_rows == 0:
+        accumulated.zero_()
 
     product_rows = max((bounds[-1] - bounds[0] for bounds in plan.bounds), default=0)
     states_buffer = torch.empty(product_rows, hidden_size, dtype=dtype, device=device)
@@ -140,7 +145,7 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
         logits = torch.mm(states, weights.t(), out=logits_buffer[: last - first])
         _soft_target_rows(call, plan, first, last, logits, targets, results.rows(first, last))
         if accumulated is not None:
-            _accumulate(accumulated, logits, states)
+            _accumulate(accumulated, logits, states, first=first == 0)
         if any(call.needs_hidden):
             # The states are spent: their buffer takes the gradients.
             torch.mm(logits, weights, out=states)
@@ -322,15 +327,20 @@ def _soft_target_rows(
         )
 
 
-def _accumulate(accumulated: Tensor, grad_logits: Tensor, states: Tensor) -> None:
-    """accumulated [Vd, D] += grad_logits.T @ states, the sum in accumulated's dtype."""
-    if states.dtype == accumulated.dtype:
-        accumulated.addmm_(grad_logits.t(), states)
-    elif states.device.type == "cuda":
+def _accumulate(accumulated: Tensor, grad_logits: Tensor, states: Tensor, *, first: bool) -> None:
+    """accumulated [Vd, D] += grad_logits.T @ states, the sum in accumulated's dtype; the first product is written over
+    it, which saves clearing it and reading it once."""
+    dtype = accumulated.dtype
+    if states.dtype != dtype and states.device.type == "cuda":
         # Low-precision factors, float32 sum: nothing is rounded between chunks.
-        torch.ops.aten.addmm.dtype_out(accumulated, grad_logits.t(), states, accumulated.dtype, out=accumulated)
+        if first:
+            torch.ops.aten.mm.dtype_out(grad_logits.t(), states, dtype, out=accumulated)
+        else:
+            torch.ops.aten.addmm.dtype_out(accumulated, grad_logits.t(), states, dtype, out=accumulated)
+    elif first:
+        torch.mm(grad_logits.t().to(dtype), states.to(dtype), out=accumulated)
     else:
-        accumulated.addmm_(grad_logits.t().to(accumulated.dtype), states.to(accumulated.dtype))
+        accumulated.addmm_(grad_logits.t().to(dtype), states.to(dtype))
 
 
 def _clear_others(gradient: Tensor, rows: Tensor) -> None:

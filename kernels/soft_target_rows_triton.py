@@ -58,12 +58,11 @@ def row_launch(num_columns: int, itemsize: int) -> RowLaunch:
 
     The wider the row, the fewer of them, and the more warps for each.
     """
-    row_bytes = num_columns * itemsize
-    if row_bytes <= 65536:
-        return RowLaunch(block=4096, num_warps=8, num_stages=1, programs_per_processor=4, keep_in_cache=True)
-    if row_bytes <= 131072:
-        return RowLaunch(block=4096, num_warps=16, num_stages=1, programs_per_processor=2, keep_in_cache=True)
-    return RowLaunch(block=8192, num_warps=32, num_stages=1, programs_per_processor=1, keep_in_cache=True)
+    # Swept on an H200 (60 MB of L2) from 32,000 to 262,144 columns in both dtypes; TB/s of three passes, copy 4.3:
+    # bf16 3.2 at 32,000, 2.95 at 151,936, 2.9 at 262,144; float32 3.65 at 32,000 and 64,000.
+    if num_columns * itemsize <= 65536:
+        return RowLaunch(block=2048, num_warps=8, num_stages=1, programs_per_processor=4, keep_in_cache=True)
+    return RowLaunch(block=8192, num_warps=32, num_stages=1, programs_per_processor=2, keep_in_cache=True)
 
 
 @triton.jit

@@ -327,8 +327,7 @@ def _losses_from_logits(
             backend=computation.loss,
         )
         total = total + result.loss
-        # Weight 0 is that of a step without rows.
-        sums.append(result.loss.detach() / (row_weight[step] or 1.0))
+        sums.append(result.loss_sum)
         correct.append(result.correct)
         alpha.append(result.alpha)
     return total, torch.stack(sums), correct, alpha
