@@ -28,8 +28,9 @@ from kernels.soft_target_rows import Objective, RowResults, TargetRows
 # and writes the head's float32 gradient once, so long inputs take twice that.
 _PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 3584, 7168, 16
 _MIN_CHUNK_ROWS = 128
-# Of the memory that all logits and soft targets would take: the share a chunk may, above and below 8,192 target rows.
-_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 12, 1 / 2.65
+# Of the memory that all logits and soft targets, and the head's float32 gradient, would take: the share that a chunk
+# may, above and below 8,192 target rows.
+_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 13, 1 / 3.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,10 @@ def default_chunk_rows(
     """Target rows a chunk: a product of about 3,584 rows; fewer where its logits would not be small beside all, up to
     7,168 where there would be more than 16 chunks.
 
-    All logits and soft targets take T * (K + 1) * Vd elements; a chunk stays below 1/12 of that from 8,192 target rows
-    on, and below 1/2.65 of it under them.
+    All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/13 of
+    their sum from 8,192 target rows on, and below 1/3.4 of it under them.
     """
-    all_bytes = num_targets * num_columns * (num_steps * itemsize + target_itemsize)
+    all_bytes = num_columns * (num_targets * (num_steps * itemsize + target_itemsize) + 4 * hidden_size)
     share = _SHARE_LARGE if num_targets >= _LARGE else _SHARE_SMALL
     bytes_a_row = num_steps * (num_columns + hidden_size) * itemsize + num_columns * target_itemsize
     fitting = max(_MIN_CHUNK_ROWS, int(share * all_bytes / bytes_a_row))

@@ -25,6 +25,7 @@ from tasks.trainer.train.optim import Optimizer
 
 _DRAFT_KEYS = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
                "target_vocab_size")  # fmt: skip
+_MLP_CHUNK = 32768  # train.mlp_chunk_rows of eyas_ckpt: only longer contexts notice
 _CHUNK = 8192  # rows of random states made at once
 
 
@@ -92,8 +93,10 @@ def make_step(model: Model, batch: Batch, device: torch.device, computation: Com
 
 
 def computation_of(variant: str, model: Model, device: torch.device, dtype: torch.dtype) -> Computation:
-    """What train.* chooses on this device, with checkpointing for eyas_ckpt."""
-    changes: dict[str, Any] = {"checkpointing": "step"} if variant == "eyas_ckpt" else {}
+    """What train.* chooses on this device, with checkpointing and MLP chunks for eyas_ckpt."""
+    changes: dict[str, Any] = {}
+    if variant == "eyas_ckpt":
+        changes = {"checkpointing": "step", "mlp_chunk_rows": _MLP_CHUNK}
     settings = model.settings.model_copy(update=changes)
     return choose_computation(settings, device=device.type, dtype=dtype, head_dim=model.draft.config.head_dim)
 

@@ -274,8 +274,9 @@ def step_rows(
     ttt_steps, num_tokens = shifted.shape
     if rows is not None:
         read = shifted[:, rows]
-        tokens = read.unique()
-        return tokens, list(torch.searchsorted(tokens, read))
+        is_read = torch.zeros(num_tokens, dtype=torch.bool)
+        is_read[read] = True
+        return is_read.nonzero().flatten(), list((is_read.cumsum(0) - 1)[read])
     if len(document_lengths) > 1:
         return torch.arange(num_tokens), list(shifted)
     # The last token K times more, for the rows whose token would lie past the end.

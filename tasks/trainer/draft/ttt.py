@@ -241,14 +241,20 @@ def _rows_of_steps(
     """The rows that count at each step, as numbers among the computed rows; their soft targets' rows; and which rows of
     last_hidden those are numbers in (None: in all of them). int64, ascending, on the host."""
     num_tokens = alignment.positions.shape[0]
-    computed = torch.cat([torch.arange(0), *(torch.arange(start, end) for start, end in runs)])
+    computed, needed = torch.zeros(2, num_tokens, dtype=torch.bool)
+    for start, end in runs:
+        computed[start:end] = True
+    number = computed.cumsum(0) - 1
     counting = [of_step.nonzero().flatten() for of_step in alignment.counts]
-    rows = [torch.searchsorted(computed, index) for index in counting]
+    rows = [number[index] for index in counting]
     target_rows = [shifted[index] for shifted, index in zip(alignment.shifted, counting, strict=True)]
-    needed = torch.cat(target_rows).unique()
-    if 8 * needed.shape[0] >= 7 * num_tokens:  # not worth a copy
+    for index in target_rows:
+        needed[index] = True
+    used = needed.nonzero().flatten()
+    if 8 * used.shape[0] >= 7 * num_tokens:  # not worth a copy
         return rows, target_rows, None
-    return rows, [torch.searchsorted(needed, index) for index in target_rows], needed
+    number = needed.cumsum(0) - 1
+    return rows, [number[index] for index in target_rows], used
 
 
 def _normed(draft: Eagle3Draft, outputs: Iterator[Tensor]) -> Iterator[Tensor]:
