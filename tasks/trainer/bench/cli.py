@@ -52,7 +52,7 @@ def step(
     with Pool(step_work.groups(peer), device) as pool:
         bench = Bench(pool, journal, rounds)
         if longest:
-            start, grain = (64, 16) if tiny else (32768, 8192)
+            start, grain = (64, 16) if tiny else (32768, 16384)
             step_work.measure_longest(
                 bench, against=peer is not None, start=start, cap=cap, grain=grain, device=device, tiny=tiny
             )
