@@ -30,7 +30,7 @@ _PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 3584, 7168, 16
 _MIN_CHUNK_ROWS = 128
 # Of the memory that all logits and soft targets, and the head's float32 gradient, would take: the share that a chunk
 # may, above and below 8,192 target rows.
-_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 13, 1 / 3.4
+_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 13, 1 / 3.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def default_chunk_rows(
     7,168 where there would be more than 16 chunks.
 
     All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/13 of
-    their sum from 8,192 target rows on, and below 1/3.4 of it under them.
+    their sum from 8,192 target rows on, and below 1/3.6 of it under them.
     """
     all_bytes = num_columns * (num_targets * (num_steps * itemsize + target_itemsize) + 4 * hidden_size)
     share = _SHARE_LARGE if num_targets >= _LARGE else _SHARE_SMALL

@@ -100,7 +100,13 @@ def _cells(outcome: Outcome) -> list[str]:
     goal = outcome.goal
     bound = f"{'<=' if goal.at == 'most' else '>='} {goal.bound:.6g}"
     if outcome.value is None:
-        return [goal.name, bound, "-", outcome.why, "not measured"]
+        return [
+            goal.name,
+            bound,
+            "-",
+            outcome.why,
+            f"not measured: {goal.unmeasured}" if goal.unmeasured else "no rows",
+        ]
     met = "yes" if outcome.met else f"no: {goal.missed}" if goal.missed else "no"
     return [goal.name, bound, f"{outcome.value:.6g}", outcome.case, met]
 
