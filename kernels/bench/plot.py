@@ -46,21 +46,22 @@ def draw(rows: Sequence[Row], folder: Path = FOLDER) -> list[Path]:
         "axes.titleweight": "bold", "axes.titlelocation": "left", "figure.dpi": 120, "axes.grid": True,
         "grid.color": "#e5e9ee", "grid.linewidth": 0.8, "axes.axisbelow": True,
     }  # fmt: skip
-    figures: dict[str, tuple[Rows, Callable[[Any, Rows], None]]] = {
-        "attention": (newest_run(rows, "attention"), _attention),
-        "loss": (newest_run(rows, "loss", "linear"), _loss),
-        "step": (newest_run(rows, "step", layouts.ALL), _step),
+    figures: dict[str, tuple[str, str, Callable[[Any, Rows], None]]] = {
+        "attention": ("attention", layouts.ONE_DOCUMENT, _attention),
+        "loss": ("loss", "linear", _loss),
+        "step": ("step", layouts.ALL, _step),
     }
     written = []
     with plt.rc_context(style):
-        for name, (run, fill) in figures.items():
+        for name, (work, layout, fill) in figures.items():
+            run = newest_run(rows, work, layout)
             if not run:
                 continue
             figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
             fill(axes, run)
             handles, labels = axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-            first = next(iter(run))
+            first = next(row for row in run if row.layout == layout)
             figure.suptitle(f"{first.gpu}, {first.shape.split('; ', 1)[1]}", x=0.01, ha="left", fontsize=9, color=_PALE)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{name}.png"
@@ -76,7 +77,8 @@ def _attention(axes: Any, run: Rows) -> None:
     variants = ("plain_causal", "fused", "flex", "flex_concat")
     where = {"layout": layouts.ONE_DOCUMENT}
     _lines(axes[0], run, variants, "ms", where)
-    axes[0].set(title="TTT attention, forward + backward, ms", xlabel="tokens", yscale="log")
+    axes[0].set(title="TTT attention, forward + backward, ms", xlabel="tokens")
+    _log_scale(axes[0])
     _lines(axes[1], run, variants, "peak_gib", where)
     axes[1].set(title="Peak memory, GiB", xlabel="tokens")
     axes[1].set_ylim(bottom=0)
@@ -86,9 +88,11 @@ def _loss(axes: Any, run: Rows) -> None:
     where = {"layout": "linear", "vocab": _LOSS_VOCAB, "supervised": 1.0}
     variants = ("matmul", "linear", "compile", "specforge")
     _lines(axes[0], run, variants, "ms", where)
-    axes[0].set(title=f"Head and loss, draft vocabulary {_LOSS_VOCAB:,}, ms", xlabel="tokens", yscale="log")
+    axes[0].set(title=f"Head and loss, draft vocabulary {_LOSS_VOCAB:,}, ms", xlabel="tokens")
+    _log_scale(axes[0])
     _lines(axes[1], run, variants[1:], "extra_gib", where)
-    axes[1].set(title="Extra memory, GiB", xlabel="tokens", yscale="log")
+    axes[1].set(title="Extra memory, GiB", xlabel="tokens")
+    _log_scale(axes[1])
 
 
 def _step(axes: Any, run: Rows) -> None:
@@ -98,6 +102,16 @@ def _step(axes: Any, run: Rows) -> None:
     axes[0].set(title="Whole training step, tokens/s", xlabel="tokens in the batch")
     _bars(axes[1], run, variants, "peak_gib", where)
     axes[1].set(title="Peak memory, GiB", xlabel="tokens in the batch")
+
+
+def _log_scale(axes: Any) -> None:
+    """Logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _points(run: Rows, variant: str, column: str, where: Mapping[str, Any]) -> list[tuple[int, float]]:
