@@ -102,7 +102,8 @@ def unroll_hidden(
         keys.append(key)
         values.append(value)
         active = _moved(rows, device)
-        hidden, positions = hidden[active], positions[active]
+        # index_select: the backward of hidden[active] would sort the rows before adding them.
+        hidden, positions = hidden.index_select(0, active), positions[active]
 
     def step(number: int, hidden: Tensor, handle: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
         """(layer output, handle, key, value); known: keys and values so far. No key at step 0 of active rows."""

@@ -83,6 +83,18 @@ def test_only_active_rows_need_computing(name: str, attention: str, draft: Eagle
     assert calls
 
 
+@pytest.mark.parametrize("loss", ["linear", "torch"])
+@pytest.mark.parametrize("checkpointing", ["none", "step"])
+def test_a_pack_without_rows_adds_nothing(checkpointing: str, loss: str, draft: Eagle3Draft) -> None:
+    """Red when a pack whose supervised tokens stand alone fails, or gives a gradient."""
+    batch = make_batch(masked((False, 20), (True, 1), (False, 60), (True, 1)), (21, 61))
+    computation = Computation(attention="fused", loss=loss, memory=Memory(checkpointing))
+    unrolled, gradients = run(draft, batch, computation)
+    assert (unrolled.loss.item(), unrolled.tau_sum, unrolled.tau_rows) == (0.0, 0.0, 0)
+    assert unrolled.rows.tolist() == [0] * K
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
 def test_rows_are_really_left_out(draft: Eagle3Draft, monkeypatch: Any) -> None:
     """Red when all rows are computed after all: the loss would not tell."""
     seen = []
