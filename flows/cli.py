@@ -23,6 +23,7 @@ from storage.cli import app as store_app
 from storage.errors import StoreError
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import read_config
+from tasks.trainer.run_dir import RunDir
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 75
@@ -48,6 +49,7 @@ def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> Non
     config = read_config(recipe, set_ or [], run_dir=run_dir)
     from flows.train_draft import train_draft
 
+    RunDir.create(config)  # what is wrong with it is said before a server starts
     _log_mistakes_as_one_line()
     receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
     typer.echo(f"report: {receipt['report']}")
