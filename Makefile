@@ -12,8 +12,8 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 .PHONY: help demo test check soak clean
 
 help:
-	@echo "make demo   train a draft for a real 135M model, online and offline (about 15 minutes on 2 cores)"
-	@echo "make test   run the tests (about 10 minutes on 2 cores)"
+	@echo "make demo   train a draft for a real 135M model, online and offline (15 to 35 minutes on 2 cores)"
+	@echo "make test   run the tests (about 12 minutes on 2 cores)"
 	@echo "make check  ruff, mypy and the import rules"
 	@echo "make soak   long randomised trials, seeded (SOAK_SEED=0)"
 	@echo "make clean  remove .venv and the demo's runs"
