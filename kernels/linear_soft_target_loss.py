@@ -32,37 +32,15 @@ from torch import Tensor
 
 from kernels.linear_soft_target_chunks import Call, compute, scale_in_place
 from kernels.reference import HiddenTargets, LinearSoftTargetLoss, TopKTargets
-from kernels.soft_target_loss import check_mixing, check_triton_runs_on, triton_obstacle
+from kernels.soft_target_loss import LOSS_BACKENDS, check_mixing, check_triton_runs_on
 from kernels.soft_target_rows import Objective
 
 __all__ = [
-    "LINEAR_LOSS_BACKENDS",
     "HiddenTargets",
     "LinearSoftTargetLoss",
     "TopKTargets",
-    "choose_linear_loss_backend",
     "linear_soft_target_loss",
 ]
-
-LINEAR_LOSS_BACKENDS = ("triton", "torch")
-
-
-def choose_linear_loss_backend(requested: str, device: torch.device | str) -> tuple[str, str]:
-    """Resolve "auto", or check a named backend, and say why: (name, why), why for a log line.
-
-    Raises ValueError for an unknown name, or for "triton" where it cannot run.
-    """
-    device = torch.device(device)
-    if requested == "auto":
-        if device.type != "cuda":
-            return "torch", f"triton kernels do not run on device {device.type}"
-        obstacle = triton_obstacle(device)
-        return ("torch", obstacle) if obstacle else ("triton", "on a CUDA device")
-    if requested not in LINEAR_LOSS_BACKENDS:
-        raise ValueError(f"linear loss backend {requested!r} is unknown: use auto, {', '.join(LINEAR_LOSS_BACKENDS)}")
-    if requested == "triton":
-        check_triton_runs_on(device)
-    return requested, "asked for"
 
 
 def linear_soft_target_loss(
@@ -107,7 +85,7 @@ def linear_soft_target_loss(
             nobody else reads any more: autograd refuses whoever saved them for its backward, but a later reader of
             their values would find gradients. hidden that needs no gradient is left as it is.
         chunk_rows: target rows a chunk; None: what fits (`default_chunk_rows`).
-        backend: "triton" or "torch".
+        backend: "triton" or "torch"; `soft_target_loss.choose_loss_backend` chooses.
 
     One host synchronisation a call. Of equal logits the lowest index is the argmax. What is not finite is not hidden
     (see `soft_target_loss`).
@@ -116,8 +94,8 @@ def linear_soft_target_loss(
         triton cannot run; RuntimeError from a second backward, or one that would retain the graph.
     """
     settings = Objective(objective, lk_decay, temperature)
-    if backend not in LINEAR_LOSS_BACKENDS:
-        raise ValueError(f"linear loss backend {backend!r} is unknown: use {', '.join(LINEAR_LOSS_BACKENDS)}")
+    if backend not in LOSS_BACKENDS:
+        raise ValueError(f"linear loss backend {backend!r} is unknown: use {', '.join(LOSS_BACKENDS)}")
     _check_hidden(hidden, head, head_compute, backend)
     _check_targets(targets, target_index, target_lse, head, settings)
     _check_steps(len(hidden), rows, target_rows, row_weight, head.device)
