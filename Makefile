@@ -13,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 help:
 	@echo "make demo   train a draft for a real 135M model, online and offline (15 to 35 minutes on 2 cores)"
-	@echo "make test   run the tests (about 12 minutes on 2 cores)"
+	@echo "make test   run the tests (about 15 minutes on 2 cores)"
 	@echo "make check  ruff, mypy and the import rules"
 	@echo "make soak   long randomised trials, seeded (SOAK_SEED=0)"
 	@echo "make clean  remove .venv and the demo's runs"
