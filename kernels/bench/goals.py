@@ -159,7 +159,7 @@ _MERGE = ("the base block's own kernels take 97.5 of 102 ms at 16K; two merge ke
           "bandwidth, and the sums of the steps' key gradients 1 ms")  # fmt: skip
 _CONCAT = "flex over concatenated K/V takes 778 ms at 32K here, the base block's own kernels 388 ms: 2.0 is their ratio"
 _FLEX = "flex_attention's own kernels take 25 of 26 ms a step at 16K; over concatenated K/V they take 31"
-_LAUNCHES = "at 1,024 rows a step's kernel takes 0.1 ms and its launch from Python more; past 8K rows it is over 0.8"
+_LAUNCHES = "at 1,024 rows a step's kernel takes 0.1 ms and its launch from Python more; 0.71 to 0.83 from 4K rows on"
 _CUT = "the recorded run ended before these cases"
 
 _PAST_8K = [size for size in LINEAR if size[0] >= 8192]
