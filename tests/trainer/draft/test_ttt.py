@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tasks.trainer.draft import ttt
-from tasks.trainer.draft.alignment import count_rows
+from tasks.trainer.draft.alignment import align, count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.layer import Memory, Pieces, compiled_pieces
 from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
@@ -81,6 +81,35 @@ def test_only_active_rows_need_computing(name: str, attention: str, draft: Eagle
     monkeypatch.setattr(ttt, "active_runs", all_rows)
     assert_same(active, run(draft, batch, computation))
     assert calls
+
+
+@pytest.mark.parametrize("name", ["turns", "packed"])
+def test_row_losses_pair_the_rows_of_the_rule(name: str, draft: Eagle3Draft) -> None:
+    """Red when row p of step k is held against another row than p+1+k, or other rows count: written out row by row."""
+    mask, lengths = MASKS[name]
+    batch = make_batch(mask, lengths)
+    computation = Computation(attention="eager", loss="linear")
+    found, _ = run(draft, batch, computation)
+    head = torch.rand(DRAFT_VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64) - 0.5
+    draft_ids, sums = draft.draft_ids(), torch.zeros(K, dtype=torch.float64)
+    outputs = ttt.unroll_hidden(
+        draft,
+        aux_hidden=batch.aux_hidden,
+        token_ids=batch.token_ids,
+        document_lengths=lengths,
+        alignment=align(mask, lengths, K),
+        computation=computation,
+    )
+    with torch.no_grad():
+        for step, hidden in enumerate(outputs):
+            for start, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+                for row in range(start, end - 2 - step):
+                    target = row + 1 + step
+                    if mask[row + 1 : row + 3 + step].all() and draft_ids[batch.target_argmax[target].long()] >= 0:
+                        p = (head @ batch.last_hidden[target]).softmax(-1)
+                        sums[step] -= (p * draft.logits(hidden[row]).log_softmax(-1)).sum()
+    assert sums.all()
+    torch.testing.assert_close(found.loss_sums, sums, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("loss", ["linear", "torch"])
