@@ -23,7 +23,7 @@ from storage.schema import (
     StoreSpec,
     StoreStatistics,
     array_schemas,
-    raw_bytes_per_token,
+    raw_bytes,
     require_same_spec,
 )
 from storage.writer import shard_name
@@ -80,7 +80,7 @@ class StoreReader:
             num_samples=len(self._entries),
             num_tokens=num_tokens,
             stored_bytes=self._folder.total_bytes(),
-            raw_bytes=num_tokens * raw_bytes_per_token(self._spec),
+            raw_bytes=raw_bytes(self._spec, num_tokens=num_tokens, num_targets=0),
         )
 
     def _open_segment(self, entry: IndexEntry) -> dict[str, Any]:

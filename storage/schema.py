@@ -1,8 +1,16 @@
 """What a store holds: its spec, one sample of it, its arrays and their meaning, its statistics.
 
-bf16 travels as uint16 bits, because Zarr v3 and numpy know no bfloat16. Each array's fill value is one that no
-sample may hold (a NaN pattern, -1): what was never written cannot be taken for a hidden state of zeros by whoever
-opens the arrays with plain zarr. `loss_mask` has no such value; its checksum in the index speaks for it.
+bf16 travels as uint16 bits, because Zarr v3 and numpy know no bfloat16. Rows are kept only where somebody reads them:
+a token's auxiliary states always, its soft target only on a *target row* (see `target_rows`), which at 25% supervised
+tokens saves a fifth of the bytes. So a store has three axes, and an array lies on one of them:
+
+    tokens       T rows a sample: auxiliary states, token ids, loss mask
+    targets      R rows a sample: the soft target's states
+    exceptions   E rows a sample: values that a lossy encoding keeps exactly
+
+Every sample starts on a shard boundary of every axis. Each array's fill value is one that no sample may hold, where its
+type has one (a NaN pattern, -128, -1): what was never written cannot be taken for data by whoever opens the arrays with
+plain zarr.
 """
 
 from __future__ import annotations
@@ -10,23 +18,35 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from storage.codecs import CODEC_NAMES, CodecName
+from storage.codecs import ChunkCodec
 from storage.errors import StoreError
+from storage.presets import DEFAULT_PRESET, PRESETS, Encoding, encoding_of
 
 FORMAT_NAME = "eyas.hidden_states"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 NUM_AUX_LAYERS = 3
+Axis = Literal["tokens", "targets", "exceptions"]
+AXES: tuple[Axis, ...] = ("tokens", "targets", "exceptions")
+
+# Rows of the two narrow arrays in a chunk and in a shard: so many that a sample of 64K tokens is one object. Chunks
+# past a sample's end are not written, and what pads its last chunk compresses to nothing.
+TOKENS_CHUNK_ROWS = 16_384
+TOKENS_SHARD_ROWS = 65_536
+EXCEPTIONS_CHUNK_ROWS = 16_384
+EXCEPTIONS_SHARD_ROWS = 131_072
+# Columns of `tokens`; the last is there with top-k targets only.
+TOKEN_ID, LOSS_MASK, TARGET_ARGMAX, TARGET_LSE_BITS, TAIL_LEVEL = range(5)
+
 # Fingerprints and sample ids become file names and keys of object stores.
-_SAFE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,127}")
-_BF16_EXPONENT = np.uint16(0x7F80)
-_BF16_MAGNITUDE = np.uint16(0x7FFF)
+SAFE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,127}")
+_LARGEST_VOCABULARY = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +62,16 @@ class StoreSpec:
     hidden_size: int
     """D, the target's hidden size."""
     vocab_size: int
-    """V, the target's full vocabulary: the range of `token_ids` and `target_argmax`."""
-    codec: CodecName = "lossless"
-    """How chunks are compressed; see storage.codecs."""
+    """V, the target's full vocabulary: the range of `token_ids`, `target_argmax` and top-k ids; at most 2^31."""
+    encoding: Encoding = field(default=PRESETS[DEFAULT_PRESET])
+    """How states are held; see storage.presets."""
     chunk_tokens: int = 512
-    """Tokens in a chunk, the unit of compression. Under 256 costs much of the ratio and many more requests."""
-    shard_tokens: int = 2048
-    """Tokens in a shard, the unit of writing (one file an array); a multiple of `chunk_tokens`."""
+    """Rows in a chunk of states, the unit of compression. Under 256 costs much of the ratio and many more requests."""
+    shard_tokens: int = 4096
+    """Rows in a shard of states, the unit of writing (one object an array); a multiple of `chunk_tokens`."""
 
     def __post_init__(self) -> None:
-        if not _SAFE_NAME.fullmatch(self.fingerprint):
+        if not SAFE_NAME.fullmatch(self.fingerprint):
             raise StoreError(
                 f"fingerprint {self.fingerprint!r} must be 1-128 letters, digits, '_', '-' or '.': it names a folder"
             )
@@ -61,30 +81,44 @@ class StoreSpec:
         for name in ("hidden_size", "vocab_size", "chunk_tokens", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise StoreError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.codec not in CODEC_NAMES:
-            raise StoreError(f"codec {self.codec!r} is unknown; use one of {', '.join(CODEC_NAMES)}")
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise StoreError(f"vocab_size {self.vocab_size} must be at most {_LARGEST_VOCABULARY}: ids are int32")
+        if self.encoding.top_k is not None and self.encoding.top_k > self.vocab_size:
+            raise StoreError(f"top_k {self.encoding.top_k} must be at most vocab_size {self.vocab_size}")
         if self.shard_tokens % self.chunk_tokens:
             raise StoreError(f"shard_tokens {self.shard_tokens} must be a multiple of chunk_tokens {self.chunk_tokens}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TopK:
+    """The k likeliest tokens of the target on R rows, in any order; a store gives them by ascending id."""
+
+    ids: npt.NDArray[np.int32]
+    """int32 [R, k], of the target's vocabulary; no id twice in a row."""
+    log_probabilities: npt.NDArray[np.float32]
+    """float32 [R, k], natural, over the full vocabulary: 1 - sum(exp) is the tail's mass, and never below 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One conversation's tokens and the target's states on them. T tokens, D hidden size; T >= 1."""
+    """One conversation's tokens and the target's states on them. T tokens, T >= 1; R target rows; D hidden size."""
 
     sample_id: str
     """Hash of token ids and loss mask."""
     token_ids: npt.NDArray[np.int32]
     """int32 [T]."""
     loss_mask: npt.NDArray[np.bool_]
-    """bool [T], true where a token is supervised."""
+    """bool [T], true where a token is supervised; R = len(target_rows(loss_mask))."""
     aux_hidden: npt.NDArray[np.uint16]
     """bf16 bits as uint16 [T, 3, D]; the layers low to high."""
-    last_hidden: npt.NDArray[np.uint16]
-    """bf16 bits as uint16 [T, D], after the target's final norm."""
     target_argmax: npt.NDArray[np.int32]
-    """int32 [T], over the target's full vocabulary."""
+    """int32 [R], over the target's full vocabulary."""
     target_lse: npt.NDArray[np.float32]
-    """float32 [T], logsumexp of the target's logits over its full vocabulary."""
+    """float32 [R], logsumexp of the target's logits over its full vocabulary."""
+    last_hidden: npt.NDArray[np.uint16] | None = None
+    """bf16 bits as uint16 [R, D], after the target's final norm; None when `top_k` is given."""
+    top_k: TopK | None = None
+    """The likeliest tokens instead; None when `last_hidden` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,63 +132,170 @@ class StoreStatistics:
     stored_bytes: int
     """Size of everything under the fingerprint's folder: states, metadata, index, and what killed writers left."""
     raw_bytes: int
-    """Size of the committed samples' arrays without compression, padding or metadata."""
+    """The same content uncompressed, see `raw_bytes`: bfloat16 states, last hidden ones on target rows only."""
+    num_targets: int = 0
+    """Target rows of the committed samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySchema:
-    """One array of the store: [tokens, *row_shape]."""
+    """One array of the store: [rows of its axis, *row_shape]."""
 
     name: str
-    """Name of the Zarr array and of the Sample's field."""
+    """Name of the Zarr array and key in the mappings of storage.encoding."""
     dtype: str
     """Numpy name of the element type."""
+    axis: Axis
+    """What its rows are."""
     row_shape: tuple[int, ...]
-    """Shape of one token's row."""
+    """Shape of one row."""
     chunk_row_shape: tuple[int, ...]
     """The part of a row that one chunk holds: layers are compressed apart, 1.51 against 1.43 x smaller than mixed."""
-    fill_value: int | float | bool
-    """What plain zarr shows where nothing was written."""
+    chunk_rows: int
+    """Rows of a chunk."""
+    shard_rows: int
+    """Rows of a shard, a multiple of `chunk_rows`. A shard spans whole rows."""
+    fill_value: int
+    """What plain zarr shows where nothing was written, and what pads a chunk past the end of a sample."""
     meaning: str
     """One line for whoever finds the array."""
+    codec: ChunkCodec
+    """What compresses a chunk; CRC-32C follows it."""
 
     @property
     def row_bytes(self) -> int:
-        """Uncompressed bytes of one token's row."""
+        """Uncompressed bytes of one row."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.row_shape, dtype=np.int64))
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Shape of one chunk."""
+        return (self.chunk_rows, *self.chunk_row_shape)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one shard."""
+        return (self.shard_rows, *self.row_shape)
+
+
+def target_rows(loss_mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Rows of `loss_mask` (bool [T]) whose target distribution a TTT step reads: int64 [R], ascending.
+
+    Row p of step k reads the distribution at q = p+1+k, and counts when x[p+1] .. x[p+2+k] are all supervised. Step 0
+    of row q-1 already reads each such q, so they are the q >= 1 where q and q+1 are both supervised.
+    """
+    rows = np.flatnonzero(loss_mask[1:-1] & loss_mask[2:]) + 1
+    return rows.astype(np.int64, copy=False)
+
+
+def target_window(loss_mask: npt.NDArray[np.bool_], start: int, stop: int) -> tuple[int, int]:
+    """Which of a sample's target rows are those of its tokens `start` to `stop`: a range [first, last) of 0 .. R.
+
+    They are what `target_rows(loss_mask[start:stop])` finds: q with start < q and q+1 < stop, for a crop neither sees
+    the row before it nor the token after it.
+    """
+    rows = target_rows(loss_mask)
+    first, last = np.searchsorted(rows, [start + 1, stop - 1])
+    return int(first), int(max(first, last))
 
 
 def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
-    """The six arrays of a store, in a fixed order."""
-    hidden = spec.hidden_size
-    over_vocabulary = "of the target's logits over its full vocabulary"
-    return (
+    """The arrays of a store, in a fixed order. Which they are depends on the encoding."""
+    encoding = spec.encoding
+    narrow = ChunkCodec("raw", 0) if encoding.codec == "raw" else ChunkCodec("blosc", 1)
+    arrays = [_states(spec, "aux", encoding.aux_step, "tokens", (NUM_AUX_LAYERS, spec.hidden_size))]
+    if encoding.last == "hidden":
+        arrays.append(_states(spec, "last", encoding.last_step, "targets", (spec.hidden_size,)))
+    else:
+        arrays += _top_k_arrays(spec)
+    arrays.append(
         ArraySchema(
-            name="aux_hidden",
-            dtype="uint16",
-            row_shape=(NUM_AUX_LAYERS, hidden),
-            chunk_row_shape=(1, hidden),
-            fill_value=0xFFFF,
-            meaning="bfloat16 bits: outputs of decoder layers aux_layer_ids, low to high; 65535 (NaN): unwritten",
-        ),
-        ArraySchema(
-            name="last_hidden",
-            dtype="uint16",
-            row_shape=(hidden,),
-            chunk_row_shape=(hidden,),
-            fill_value=0xFFFF,
-            meaning="bfloat16 bits: output of the target's final norm, its head's input; 65535 (NaN): unwritten",
-        ),
-        ArraySchema("token_ids", "int32", (), (), -1, "the target's token ids; -1: unwritten"),
-        ArraySchema("loss_mask", "bool", (), (), False, "true where a token is supervised"),
-        ArraySchema("target_argmax", "int32", (), (), -1, f"argmax {over_vocabulary}; -1: unwritten"),
-        ArraySchema("target_lse", "float32", (), (), float("nan"), f"logsumexp {over_vocabulary}; NaN: unwritten"),
+            name="tokens",
+            dtype="int32",
+            axis="tokens",
+            row_shape=(4 if encoding.last == "hidden" else 5,),
+            chunk_row_shape=(1,),
+            chunk_rows=TOKENS_CHUNK_ROWS,
+            shard_rows=TOKENS_SHARD_ROWS,
+            fill_value=-1,
+            meaning="columns: token id; 1 where supervised, else 0; and, 0 but on target rows: argmax of the "
+            "target's logits over its full vocabulary; float32 bits of their logsumexp; with topk, the level of the "
+            "tail's mass; -1: unwritten",
+            codec=narrow,
+        )
+    )
+    if encoding.needs_statistics:
+        arrays.append(
+            ArraySchema(
+                name="exceptions",
+                dtype="uint32",
+                axis="exceptions",
+                row_shape=(2,),
+                chunk_row_shape=(1,),
+                chunk_rows=EXCEPTIONS_CHUNK_ROWS,
+                shard_rows=EXCEPTIONS_SHARD_ROWS,
+                fill_value=0xFFFF_FFFF,
+                meaning="values kept exactly, ascending: distance from the one before (of the first: from element "
+                "0), elements being numbered over aux [T, 3, D], then last [R, D]; its bfloat16 bits; "
+                "4294967295: unwritten",
+                codec=narrow,
+            )
+        )
+    return tuple(arrays)
+
+
+def _states(spec: StoreSpec, what: str, step: float | None, axis: Axis, row_shape: tuple[int, ...]) -> ArraySchema:
+    lossy = step is not None
+    # pcodec knows no 8-bit types.
+    code_dtype = "int16" if spec.encoding.codec == "pcodec" else "int8"
+    source = {
+        "aux": "outputs of decoder layers aux_layer_ids, low to high",
+        "last": "output of the target's final norm, its head's input, on target rows",
+    }[what]
+    return ArraySchema(
+        name=f"{what}_codes" if lossy else f"{what}_hidden",
+        dtype=code_dtype if lossy else "uint16",
+        axis=axis,
+        row_shape=row_shape,
+        chunk_row_shape=(*(1 for _ in row_shape[:-1]), spec.hidden_size),
+        chunk_rows=spec.chunk_tokens,
+        shard_rows=spec.shard_tokens,
+        fill_value=-128 if lossy else 0xFFFF,
+        meaning=f"codes of {source}: value = bfloat16(code * (step * std) + mean) in float32; -128: unwritten"
+        if lossy
+        else f"bfloat16 bits: {source}; 65535 (NaN): unwritten",
+        codec=ChunkCodec(spec.encoding.codec, spec.encoding.level),
     )
 
 
-def raw_bytes_per_token(spec: StoreSpec) -> int:
-    """Uncompressed bytes of one token, all arrays together: 8 D + 13."""
-    return sum(array.row_bytes for array in array_schemas(spec))
+def _top_k_arrays(spec: StoreSpec) -> list[ArraySchema]:
+    assert spec.encoding.top_k is not None
+    wide = spec.vocab_size > 1 << 16
+    return [
+        ArraySchema(
+            name="topk",
+            dtype="uint32" if wide else "uint16",
+            axis="targets",
+            row_shape=(2, spec.encoding.top_k),
+            chunk_row_shape=(1, spec.encoding.top_k),
+            chunk_rows=spec.chunk_tokens,
+            shard_rows=spec.shard_tokens,
+            fill_value=0xFFFF_FFFF if wide else 0xFFFF,
+            meaning="the target's likeliest tokens by ascending id: distance from the id before (of the first: "
+            "from 0); level of its log-probability",
+            codec=ChunkCodec("raw", 0) if spec.encoding.codec == "raw" else ChunkCodec("pcodec", 8),
+        )
+    ]
+
+
+def raw_bytes(spec: StoreSpec, *, num_tokens: int, num_targets: int) -> int:
+    """Bytes of samples without a store, whatever form the store keeps them in.
+
+    bfloat16 aux states, ids (int32) and mask (a byte) of every token; bfloat16 last hidden state, argmax (int32) and
+    logsumexp (float32) of the target rows.
+    """
+    aux_bytes = 2 * NUM_AUX_LAYERS * spec.hidden_size
+    return num_tokens * (aux_bytes + 5) + num_targets * (2 * spec.hidden_size + 8)
 
 
 def attributes_of(spec: StoreSpec) -> dict[str, Any]:
@@ -165,8 +306,8 @@ def attributes_of(spec: StoreSpec) -> dict[str, Any]:
         "spec": dataclasses.asdict(spec),
         "meaning": {
             **{array.name: array.meaning for array in array_schemas(spec)},
-            "rows": "one token a row; a sample is rows start_token to start_token + num_tokens of one segment, "
-            "as ../index/*.jsonl says; rows that no index entry names are not data",
+            "rows": "a sample is a range of rows on each axis (tokens, targets, exceptions) of one segment, as "
+            "../index/*.jsonl says; rows that no index entry names are not data",
         },
     }
 
@@ -177,9 +318,13 @@ def spec_of(attributes: object, *, where: str) -> StoreSpec:
         raise StoreError(f"{where} is not a store of hidden states: its attributes do not say {FORMAT_NAME!r}")
     version = attributes.get("format_version")
     if version != FORMAT_VERSION:
-        raise StoreError(f"{where} has format version {version!r}; this release reads {FORMAT_VERSION}")
+        raise StoreError(
+            f"{where} has format version {version!r}; this release reads {FORMAT_VERSION}: "
+            "capture into another store URL"
+        )
     try:
         fields = dict(attributes["spec"])
+        fields["encoding"] = encoding_of(fields["encoding"])
         return StoreSpec(**{**fields, "aux_layer_ids": tuple(fields["aux_layer_ids"])})
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{where} holds an unreadable spec: {error}") from error
@@ -188,52 +333,22 @@ def spec_of(attributes: object, *, where: str) -> StoreSpec:
 def require_same_spec(stored: StoreSpec, wanted: StoreSpec, *, where: str) -> None:
     """StoreError naming each field in which the stored spec differs from the wanted one, with both values."""
     differences = [
-        f"{field.name} is {getattr(stored, field.name)!r} there, {getattr(wanted, field.name)!r} here"
-        for field in dataclasses.fields(StoreSpec)
-        if getattr(stored, field.name) != getattr(wanted, field.name)
+        f"{name} is {found!r} there, {value!r} here"
+        for name, found, value in _fields_of(stored, wanted)
+        if found != value
     ]
     if differences:
         raise StoreError(
             f"{where} was written with another spec: {'; '.join(differences)}. "
-            "Use the stored values or another store URL"
+            "Use the stored values, another store URL, or `eyas store convert`"
         )
 
 
-def validate_sample(sample: Sample, spec: StoreSpec) -> None:
-    """StoreError with the sample's id if a shape, dtype or value is not what the spec says (NaN and Inf included)."""
-    if not _SAFE_NAME.fullmatch(sample.sample_id):
-        raise StoreError(f"sample id {sample.sample_id!r} must be 1-128 letters, digits, '_', '-' or '.'")
-    num_tokens = sample.token_ids.size
-    if num_tokens < 1:
-        raise StoreError(f"sample {sample.sample_id} has no tokens; drop it before capture")
-    for array in array_schemas(spec):
-        values: npt.NDArray[Any] = getattr(sample, array.name)
-        want = (num_tokens, *array.row_shape)
-        if values.shape != want or values.dtype != np.dtype(array.dtype):
-            raise StoreError(
-                f"sample {sample.sample_id}: {array.name} is {values.dtype} {list(values.shape)}, "
-                f"the store needs {array.dtype} {list(want)}"
-            )
-    for name in ("aux_hidden", "last_hidden"):
-        bits: npt.NDArray[np.uint16] = getattr(sample, name)
-        magnitude = bits & _BF16_MAGNITUDE
-        if magnitude.max() >= _BF16_EXPONENT:
-            _refuse_not_finite(sample, name, np.nonzero(magnitude >= _BF16_EXPONENT)[0])
-    if not np.isfinite(sample.target_lse).all():
-        _refuse_not_finite(sample, "target_lse", np.nonzero(~np.isfinite(sample.target_lse))[0])
-    for name in ("token_ids", "target_argmax"):
-        ids: npt.NDArray[np.int32] = getattr(sample, name)
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= spec.vocab_size:
-            raise StoreError(
-                f"sample {sample.sample_id}: {name} spans {low} to {high}, "
-                f"the target's vocabulary has {spec.vocab_size} entries"
-            )
-
-
-def _refuse_not_finite(sample: Sample, name: str, bad_tokens: npt.NDArray[np.intp]) -> NoReturn:
-    raise StoreError(
-        f"sample {sample.sample_id}: {name} holds NaN or Inf in {len(np.unique(bad_tokens))} of "
-        f"{sample.token_ids.size} tokens, the first at token {bad_tokens.min()}; the target overflowed: "
-        "capture it in another dtype"
-    )
+def _fields_of(stored: StoreSpec, wanted: StoreSpec) -> list[tuple[str, object, object]]:
+    """Every field of both, those of the encoding one by one."""
+    top = [field.name for field in dataclasses.fields(StoreSpec) if field.name != "encoding"]
+    inner = [field.name for field in dataclasses.fields(Encoding)]
+    return [
+        *((name, getattr(stored, name), getattr(wanted, name)) for name in top),
+        *((name, getattr(stored.encoding, name), getattr(wanted.encoding, name)) for name in inner),
+    ]

@@ -1,0 +1,316 @@
+"""Hidden states in steps of their channels' standard deviations, and exactly where that does not fit.
+
+A value x of channel c becomes an int8 code, and comes back as
+
+    code  = round((x - mean_c) / scale_c)                     scale_c = step * std_c
+    value = bfloat16(float32(code) * scale_c + mean_c)        two roundings in float32, no fused multiply-add, then one
+                                                              to the nearest bfloat16, ties to even
+
+mean_c and std_c are frozen from the first samples of a segment: no groups, no scales a token, int8 all the way to the
+GPU. What that does not fit is an *exception*, kept as its bfloat16 bits beside the codes (its code is 0):
+
+* |code| > 127, NaN, Inf;
+* every value of a *sink*: a token whose norm is over 5 x the layer's median. A document's first token reaches 25,000
+  where others reach 150; a static scale destroys it and with it the model's attention. Under 0.1% of the bytes;
+* a value whose error would otherwise exceed the bound below.
+
+The bound: |value - x| <= scale_c / 2 for every value, in exact arithmetic. Rounding to a code costs at most that, but
+rounding the result to bfloat16 may carry it further, by half a bfloat16 ulp; those few are exceptions too.
+
+Numpy, torch and Triton (kernels.dequantize) agree bit for bit. Without a step (lossless) codes are the bits themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.errors import StoreError
+from storage.schema import NUM_AUX_LAYERS, Sample, StoreSpec
+
+LARGEST_CODE = 127
+SINK_NORM = 5.0
+# Bytes of float32 scratch a block: it stays in a core's second-level cache, where each pass runs at ~10 GB/s.
+_BLOCK_BYTES = 1 << 18
+# Channels that (almost) never move would get a scale of 0. A thousandth of the layer's median is no loss to anybody.
+_SMALLEST_RELATIVE_STD = 2.0**-10
+_SMALLEST_STD = 2.0**-100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """What a segment's codes are relative to; frozen when its first samples were written."""
+
+    aux_mean: npt.NDArray[np.float32]
+    """float32 [3, D]: mean of each channel of each layer, sinks left out."""
+    aux_std: npt.NDArray[np.float32]
+    """float32 [3, D], > 0: standard deviation likewise, at least 2^-10 of the layer's median."""
+    aux_norm: npt.NDArray[np.float32]
+    """float32 [3]: median of the layer's token norms, what sinks are told by."""
+    last_mean: npt.NDArray[np.float32]
+    """float32 [D]; zeros when the store keeps no last hidden states."""
+    last_std: npt.NDArray[np.float32]
+    """float32 [D], > 0; ones likewise."""
+    last_norm: npt.NDArray[np.float32]
+    """float32 []; zero likewise."""
+    calibration_tokens: int
+    """Tokens that the auxiliary statistics come from."""
+
+    def code_constants(
+        self, what: Literal["aux", "last"], step: float
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Scale and offset, float32 [C] each, of the codes of `aux` (C = 3 D) or `last` (C = D)."""
+        std, mean = (self.aux_std, self.aux_mean) if what == "aux" else (self.last_std, self.last_mean)
+        return scale_of(std.reshape(-1), step), mean.reshape(-1)
+
+    def digest(self) -> str:
+        """Hash of all values, hex: for the segment's attributes and index, so that no other statistics decode it."""
+        hashed = hashlib.sha256(str(self.calibration_tokens).encode())
+        for name, values in statistics_arrays(self).items():
+            hashed.update(f"{name} {values.shape}".encode())
+            hashed.update(values.astype("<f4").tobytes())
+        return hashed.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """An array of N rows and C channels in stored form (aux: C = 3 D, last: C = D)."""
+
+    codes: npt.NDArray[np.int8] | npt.NDArray[np.uint16]
+    """int8 [N, C], or bf16 bits as uint16 [N, C] when lossless."""
+    scale: npt.NDArray[np.float32] | None
+    """float32 [C]; None when lossless."""
+    offset: npt.NDArray[np.float32] | None
+    """float32 [C]; None when lossless."""
+    exception_at: npt.NDArray[np.int64]
+    """int64 [E]: flat positions in `codes`, ascending."""
+    exception_bits: npt.NDArray[np.uint16]
+    """uint16 [E]: their bf16 bits."""
+
+    def rows(self, start: int, stop: int) -> Quantised:
+        """Rows `start` to `stop`, as views."""
+        width = self.codes.shape[1]
+        first, last = np.searchsorted(self.exception_at, [start * width, stop * width])
+        return Quantised(
+            codes=self.codes[start:stop],
+            scale=self.scale,
+            offset=self.offset,
+            exception_at=self.exception_at[first:last] - start * width,
+            exception_bits=self.exception_bits[first:last],
+        )
+
+
+def statistics_arrays(statistics: Statistics) -> dict[str, npt.NDArray[np.float32]]:
+    """The float32 arrays of `statistics` by name, as a segment stores them."""
+    names = [field.name for field in fields(Statistics) if field.name != "calibration_tokens"]
+    return {name: np.asarray(getattr(statistics, name), dtype=np.float32) for name in names}
+
+
+def statistics_of(arrays: dict[str, npt.NDArray[Any]], *, calibration_tokens: int, spec: StoreSpec) -> Statistics:
+    """Undo `statistics_arrays`. StoreError if a shape is wrong or a value cannot be a statistic."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "aux_mean": (NUM_AUX_LAYERS, hidden),
+        "aux_std": (NUM_AUX_LAYERS, hidden),
+        "aux_norm": (NUM_AUX_LAYERS,),
+        "last_mean": (hidden,),
+        "last_std": (hidden,),
+        "last_norm": (),
+    }
+    if set(arrays) != set(shapes):
+        raise StoreError(f"statistics are {', '.join(sorted(arrays))}; {', '.join(sorted(shapes))} are due")
+    for name, shape in shapes.items():
+        values = arrays[name]
+        if values.shape != shape or values.dtype != np.float32:
+            raise StoreError(
+                f"statistics {name} are {values.dtype} {list(values.shape)}, float32 {list(shape)} are due"
+            )
+        if not np.isfinite(values).all() or (name.endswith("_std") and not (values > 0).all()):
+            raise StoreError(f"statistics {name} hold values that no calibration gives; the segment is damaged")
+    return Statistics(**arrays, calibration_tokens=calibration_tokens)
+
+
+def calibrate(samples: Iterable[Sample], spec: StoreSpec) -> Statistics:
+    """Statistics of the samples given: all of them are held, so give as many tokens as are worth it (16K are plenty).
+
+    Sums in float64; sinks and tokens with NaN or Inf left out. Without a row to learn from: mean 0, std 1, norm 0.
+    """
+    held = list(samples)
+    layers = [_moments([sample.aux_hidden[:, layer] for sample in held], spec) for layer in range(NUM_AUX_LAYERS)]
+    last = _moments([sample.last_hidden for sample in held if sample.last_hidden is not None], spec)
+    return Statistics(
+        aux_mean=np.stack([mean for mean, _, _ in layers]),
+        aux_std=np.stack([std for _, std, _ in layers]),
+        aux_norm=np.array([norm for _, _, norm in layers], dtype=np.float32),
+        last_mean=last[0],
+        last_std=last[1],
+        last_norm=np.asarray(last[2], dtype=np.float32),
+        calibration_tokens=sum(sample.token_ids.size for sample in held),
+    )
+
+
+def quantise(
+    bits: npt.NDArray[np.uint16],
+    *,
+    mean: npt.NDArray[np.float32],
+    std: npt.NDArray[np.float32],
+    norm: npt.NDArray[np.float32],
+    step: float,
+) -> Quantised:
+    """Code rows of bf16 bits.
+
+    bits uint16 [N, G, D] of G layers; mean, std float32 [G, D]; norm float32 [G]. Codes come as int8 [N, G D].
+    """
+    num_rows, num_layers, hidden = bits.shape
+    width = num_layers * hidden
+    scale, offset = scale_of(std.reshape(-1), step), mean.reshape(-1)
+    codes = np.empty((num_rows, width), dtype=np.int8)
+    # 1/0 cannot be: scales are normal numbers. Products may overflow; what they give is then an exception.
+    with np.errstate(over="ignore", invalid="ignore"):
+        reciprocal = np.float32(1) / scale
+        half = scale * np.float32(0.5)
+        sink_limit = np.asarray(norm, dtype=np.float32).reshape(-1) * np.float32(SINK_NORM)
+        found = [
+            _quantise_block(
+                np.ascontiguousarray(bits[start : start + rows]).reshape(-1, width),
+                codes[start : start + rows],
+                (scale, offset, reciprocal, half, sink_limit),
+                start * width,
+            )
+            for rows in (_block_rows(width),)
+            for start in range(0, num_rows, rows)
+        ]
+    exception_at = np.concatenate([np.empty(0, dtype=np.int64), *found])
+    return Quantised(codes, scale, offset, exception_at, bits.reshape(-1)[exception_at])
+
+
+def lossless(bits: npt.NDArray[np.uint16]) -> Quantised:
+    """Rows of bf16 bits, uint16 [N, C], as they are."""
+    return Quantised(bits, None, None, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint16))
+
+
+def scale_of(std: npt.NDArray[np.float32], step: float) -> npt.NDArray[np.float32]:
+    """float32 scales of step * std: the largest float32 not above it, so that half a scale keeps the promised bound."""
+    exact = std.astype(np.float64) * step
+    scale = exact.astype(np.float32)
+    rounded_up = scale.astype(np.float64) > exact
+    return np.where(rounded_up, np.nextafter(scale, np.float32(0)), scale)
+
+
+def dequantise(quantised: Quantised, *, out: npt.NDArray[np.uint16] | None = None) -> npt.NDArray[np.uint16]:
+    """bf16 bits uint16 [N, C], written to `out` (C-contiguous) if given. ~1 GB/s a core for int8 codes."""
+    if quantised.scale is None or quantised.offset is None:
+        assert quantised.codes.dtype == np.uint16
+        if out is None:
+            return quantised.codes.astype(np.uint16)
+        out[...] = quantised.codes
+        return out
+    if out is None:
+        out = np.empty(quantised.codes.shape, dtype=np.uint16)
+    assert out.flags.c_contiguous
+    dequantise_codes(quantised.codes, quantised.scale, quantised.offset, out)
+    out.reshape(-1)[quantised.exception_at] = quantised.exception_bits
+    return out
+
+
+def dequantise_codes(
+    codes: npt.NDArray[Any],
+    scale: npt.NDArray[np.float32],
+    offset: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint16],
+) -> None:
+    """The codes' part of `dequantise`, without exceptions, for callers that split rows or channels over threads.
+
+    codes int8 (or int16) [N, C], scale and offset float32 [C], out uint16 [N, C]. The GIL is released in every pass.
+    """
+    num_rows, width = codes.shape
+    rows = min(_block_rows(width), max(num_rows, 1))
+    values = np.empty((rows, width), dtype=np.float32)
+    odd = np.empty((rows, width), dtype=np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, num_rows, rows):
+            block = codes[start : start + rows]
+            value = values[: len(block)]
+            np.multiply(block, scale, out=value)
+            value += offset
+            _round_to_bf16(value, odd[: len(block)], out[start : start + rows])
+
+
+def _quantise_block(
+    bits: npt.NDArray[np.uint16],
+    codes: npt.NDArray[np.int8],
+    constants: tuple[npt.NDArray[np.float32], ...],
+    first: int,
+) -> npt.NDArray[np.int64]:
+    """Fill `codes` [N, C] and return the flat positions of exceptions, from `first` on."""
+    scale, offset, reciprocal, half, sink_limit = constants
+    x = _float32(bits)
+    code = x - offset
+    code *= reciprocal
+    np.rint(code, out=code)
+    np.clip(code, -LARGEST_CODE, LARGEST_CODE, out=code)
+    # The very computation of the decoder, so that the bound holds for what it gives.
+    value = code * scale
+    value += offset
+    decoded = np.empty(bits.shape, dtype=np.uint16)
+    _round_to_bf16(value, np.empty(bits.shape, dtype=np.uint32), decoded)
+    error = _float32(decoded)
+    error -= x
+    np.abs(error, out=error)
+    # Not `error > half`: NaN must be an exception.
+    bad = ~(error <= half)
+    norms = np.sqrt(np.einsum("nlc,nlc->nl", *(2 * [x.reshape(len(x), len(sink_limit), -1)])))
+    sinks = ~(norms <= sink_limit) & (sink_limit > 0)
+    if sinks.any():
+        bad.reshape(*sinks.shape, -1)[sinks] = True
+    at = np.flatnonzero(bad)
+    code.reshape(-1)[at] = 0
+    codes[...] = code
+    return at + first
+
+
+def _round_to_bf16(value: npt.NDArray[np.float32], odd: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> None:
+    """bf16 bits of float32 `value` (destroyed), to nearest, ties to even. Not for NaN: no scale and offset give one."""
+    word = value.view(np.uint32)
+    np.right_shift(word, 16, out=odd)
+    odd &= 1
+    odd += 0x7FFF
+    word += odd
+    out[...] = word.view(np.uint16)[:, 1::2]
+
+
+def _float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    word = bits.astype(np.uint32)
+    word <<= 16
+    return word.view(np.float32)
+
+
+def _block_rows(width: int) -> int:
+    return max(1, _BLOCK_BYTES // (4 * width))
+
+
+def _moments(
+    parts: list[npt.NDArray[np.uint16]], spec: StoreSpec
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], float]:
+    """Mean and std float32 [D] and median norm of the rows of `parts`, each uint16 [N, D]."""
+    hidden = spec.hidden_size
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms = [np.sqrt(np.square(_float32(part)).sum(axis=1, dtype=np.float64)) for part in parts]
+    every = np.concatenate([np.empty(0), *norms])
+    every = every[np.isfinite(every)]
+    if every.size == 0:
+        return np.zeros(hidden, dtype=np.float32), np.ones(hidden, dtype=np.float32), 0.0
+    median = float(np.median(every))
+    kept = [_float32(part[norm <= SINK_NORM * median]) for part, norm in zip(parts, norms, strict=True)]
+    count = sum(len(part) for part in kept)
+    mean = np.sum([part.sum(axis=0, dtype=np.float64) for part in kept], axis=0) / count
+    # Two passes: the sums of squares of a channel with |mean| >> std would cancel.
+    squares = [np.square(part - mean).sum(axis=0, dtype=np.float64) for part in kept]
+    std = np.sqrt(np.sum(squares, axis=0) / count)
+    floor = max(_SMALLEST_RELATIVE_STD * float(np.median(std)), _SMALLEST_STD)
+    return mean.astype(np.float32), np.maximum(std, floor).astype(np.float32), median
