@@ -22,8 +22,7 @@ Numpy, torch and Triton (kernels.dequantize) agree bit for bit. Without a step (
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -68,13 +67,34 @@ class Statistics:
         std, mean = (self.aux_std, self.aux_mean) if what == "aux" else (self.last_std, self.last_mean)
         return scale_of(std.reshape(-1), step), mean.reshape(-1)
 
-    def digest(self) -> str:
-        """Hash of all values, hex: for the segment's attributes and index, so that no other statistics decode it."""
-        hashed = hashlib.sha256(str(self.calibration_tokens).encode())
-        for name, values in statistics_arrays(self).items():
-            hashed.update(f"{name} {values.shape}".encode())
-            hashed.update(values.astype("<f4").tobytes())
-        return hashed.hexdigest()[:32]
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Every field as an array (float32, calibration_tokens int64 []), as a segment stores them."""
+        return {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+
+    @staticmethod
+    def array_names(spec: StoreSpec) -> tuple[str, ...]:
+        """Names of `arrays()`, for a store whose encoding needs statistics."""
+        return tuple(_shapes(spec))
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], spec: StoreSpec) -> Statistics:
+        """Undo `arrays()`. StoreError if a name, shape or dtype is wrong or a value cannot be a statistic."""
+        shapes = _shapes(spec)
+        if set(arrays) != set(shapes):
+            raise StoreError(f"statistics are {', '.join(sorted(arrays))}; {', '.join(sorted(shapes))} are due")
+        for name, shape in shapes.items():
+            values = arrays[name]
+            dtype = np.dtype(np.int64 if name == "calibration_tokens" else np.float32)
+            if values.shape != shape or values.dtype != dtype:
+                raise StoreError(
+                    f"statistics {name} are {values.dtype} {list(values.shape)}, not {dtype} {list(shape)}"
+                )
+            if not np.isfinite(values).all() or (name.endswith("_std") and not (values > 0).all()):
+                raise StoreError(f"statistics {name} hold values that no calibration gives")
+        return cls(
+            **{name: values for name, values in arrays.items() if name != "calibration_tokens"},
+            calibration_tokens=int(arrays["calibration_tokens"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,36 +123,6 @@ class Quantised:
             exception_at=self.exception_at[first:last] - start * width,
             exception_bits=self.exception_bits[first:last],
         )
-
-
-def statistics_arrays(statistics: Statistics) -> dict[str, npt.NDArray[np.float32]]:
-    """The float32 arrays of `statistics` by name, as a segment stores them."""
-    names = [field.name for field in fields(Statistics) if field.name != "calibration_tokens"]
-    return {name: np.asarray(getattr(statistics, name), dtype=np.float32) for name in names}
-
-
-def statistics_of(arrays: dict[str, npt.NDArray[Any]], *, calibration_tokens: int, spec: StoreSpec) -> Statistics:
-    """Undo `statistics_arrays`. StoreError if a shape is wrong or a value cannot be a statistic."""
-    hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "aux_mean": (NUM_AUX_LAYERS, hidden),
-        "aux_std": (NUM_AUX_LAYERS, hidden),
-        "aux_norm": (NUM_AUX_LAYERS,),
-        "last_mean": (hidden,),
-        "last_std": (hidden,),
-        "last_norm": (),
-    }
-    if set(arrays) != set(shapes):
-        raise StoreError(f"statistics are {', '.join(sorted(arrays))}; {', '.join(sorted(shapes))} are due")
-    for name, shape in shapes.items():
-        values = arrays[name]
-        if values.shape != shape or values.dtype != np.float32:
-            raise StoreError(
-                f"statistics {name} are {values.dtype} {list(values.shape)}, float32 {list(shape)} are due"
-            )
-        if not np.isfinite(values).all() or (name.endswith("_std") and not (values > 0).all()):
-            raise StoreError(f"statistics {name} hold values that no calibration gives; the segment is damaged")
-    return Statistics(**arrays, calibration_tokens=calibration_tokens)
 
 
 def calibrate(samples: Iterable[Sample], spec: StoreSpec) -> Statistics:
@@ -239,6 +229,20 @@ def dequantise_codes(
             np.multiply(block, scale, out=value)
             value += offset
             _round_to_bf16(value, odd[: len(block)], out[start : start + rows])
+
+
+def _shapes(spec: StoreSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the statistics, by name, in the order of the fields."""
+    layers, last = (NUM_AUX_LAYERS, spec.hidden_size), (spec.hidden_size,)
+    return {
+        "aux_mean": layers,
+        "aux_std": layers,
+        "aux_norm": (NUM_AUX_LAYERS,),
+        "last_mean": last,
+        "last_std": last,
+        "last_norm": (),
+        "calibration_tokens": (),
+    }
 
 
 def _quantise_block(
