@@ -35,7 +35,8 @@ from storage.errors import StoreError, one_line
 from storage.index import STATES_FOLDER, IndexEntry, SegmentIndex, read_index, read_spec
 from storage.location import Location, locate
 from storage.quantise import Statistics, calibrate
-from storage.schema import Sample, StoreSpec, require_same_spec, validate_sample
+from storage.schema import Sample, StoreSpec, require_same_spec
+from storage.validate import validate_sample
 from storage.segment import NewSegment, OpenSegment, shard_layouts, stored_bytes, write_group
 from storage.shard import ShardLayout
 
@@ -245,9 +246,11 @@ class StoreWriter:
         return before is not None
 
     def _statistics_of_others(self) -> Statistics | None:
-        for name in sorted({entry.segment for entry in self._entries.values()}):
+        one_of_each = {entry.segment: entry.sample_id for entry in self._entries.values()}
+        for name, sample_id in sorted(one_of_each.items()):
             try:
-                return OpenSegment(self._folder, name, self._spec, self._layouts, self._uploads).statistics
+                opened = OpenSegment(self._folder, name, self._spec, self._layouts, self._uploads, sample_id=sample_id)
+                return opened.statistics
             except StoreError as error:
                 logger.warning("the statistics of segment %s are not used: %s", name, error)
         return None
@@ -305,7 +308,7 @@ class StoreWriter:
             rows=places,
             chunks=tables,
             tokens_crc32c=tokens_checksum(sample),
-            statistics_crc32c=self._segment.statistics_crc32c,
+            statistics_digest=self._segment.statistics_digest,
         )
         return _Written(entry, [key for _, key, _ in work])
 
