@@ -207,11 +207,7 @@ def _quantised_aux(sample: Sample, encoding: Encoding, statistics: Statistics | 
         return lossless(sample.aux_hidden.reshape(len(sample.aux_hidden), -1))
     assert statistics is not None, "a lossy encoding needs statistics"
     return quantise(
-        sample.aux_hidden,
-        mean=statistics.aux_mean,
-        std=statistics.aux_std,
-        norm=statistics.aux_norm,
-        step=encoding.aux_step,
+        sample.aux_hidden, scale=statistics.aux_scale, offset=statistics.aux_offset, norm=statistics.aux_norm
     )
 
 
@@ -222,10 +218,9 @@ def _quantised_last(sample: Sample, encoding: Encoding, statistics: Statistics |
     assert statistics is not None, "a lossy encoding needs statistics"
     return quantise(
         sample.last_hidden[:, None],
-        mean=statistics.last_mean[None],
-        std=statistics.last_std[None],
+        scale=statistics.last_scale[None],
+        offset=statistics.last_offset[None],
         norm=statistics.last_norm[None],
-        step=encoding.last_step,
     )
 
 
@@ -294,12 +289,16 @@ def _stored(
     if step is None:
         return lossless(arrays[f"{what}_hidden"].reshape(last - first, width))
     assert statistics is not None, "a lossy encoding needs statistics"
-    scale, offset = statistics.code_constants(what, step)
+    scale, offset = (
+        (statistics.aux_scale, statistics.aux_offset)
+        if what == "aux"
+        else (statistics.last_scale, statistics.last_offset)
+    )
     low, high = np.searchsorted(at, [first * width, last * width])
     return Quantised(
         codes=arrays[f"{what}_codes"].reshape(last - first, width).astype(np.int8, copy=False),
-        scale=scale,
-        offset=offset,
+        scale=scale.reshape(width),
+        offset=offset.reshape(width),
         exception_at=at[low:high] - first * width,
         exception_bits=bits[low:high],
     )
