@@ -84,6 +84,7 @@ class Fetcher:
         is_whole = piece.byte_stop - piece.byte_start >= _WHOLE_SHARE * piece.size
         if key and self._cache is not None and self._cache.has_room(piece.size):
             is_whole = True
+        where = f"{STATES_FOLDER}/{name}"
         try:
             if is_whole:
                 # One byte more than is due: a file that grew is not what was written either.
@@ -92,9 +93,8 @@ class Fetcher:
                 content = self._states.read_bytes(name, piece.byte_start, piece.byte_stop)
         except OSError as error:
             raise StoreError(
-                f"sample {entry.sample_id}: {layout.array.name} cannot be read: {STATES_FOLDER}/{name}: {one_line(error)}"
+                f"sample {entry.sample_id}: {layout.array.name} cannot be read: {where}: {one_line(error)}"
             ) from error
-        where = f"{STATES_FOLDER}/{name}"
         if content is None:
             raise DamageError(entry.sample_id, layout.array.name, where, "is missing")
         try:

@@ -63,7 +63,8 @@ class Location:
         OSError if it cannot be read. To know `stop` saves an object store a request.
         """
         if not self.is_local:
-            return self._try(_read_object, f"{self.path}/{name}", start, stop)
+            content: bytes | None = self._try(_read_object, f"{self.path}/{name}", start, stop)
+            return content
         try:
             with open(Path(self.path, name), "rb", buffering=0) as file:
                 if start is None or stop is None:

@@ -84,7 +84,7 @@ class NewSegment:
         """
         sizes = {layout.array.axis: rows[name] for name, layout in self._layouts.items()}
         with self._lock:
-            places = {axis: (self._ends[axis], size) for axis, size in sizes.items()}
+            places: dict[str, tuple[int, int]] = {axis: (self._ends[axis], size) for axis, size in sizes.items()}
             for axis, size in sizes.items():
                 if size:
                     self._lengths[axis] = self._ends[axis] + size
@@ -93,7 +93,7 @@ class NewSegment:
             if grown:
                 self._capacities.update({axis: 2 * end for axis, end in grown.items()})
                 self._write_lengths(self._capacities)
-        return dict(places)
+        return places
 
     def trim(self) -> None:
         """Cut the arrays to what was reserved. OSError if refused."""

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from storage.claims import Claims
+from storage.commit import CommitQueue, WrittenSample
 from storage.drift import Drift
 from storage.encoding import encode_sample
 from storage.errors import StoreError, one_line
@@ -36,17 +36,14 @@ from storage.index import STATES_FOLDER, IndexEntry, SegmentIndex, read_index, r
 from storage.location import Location, locate
 from storage.quantise import Statistics, calibrate
 from storage.schema import Sample, StoreSpec, require_same_spec
-from storage.validate import validate_sample
 from storage.segment import NewSegment, OpenSegment, shard_layouts, stored_bytes, write_group
-from storage.shard import ShardLayout
+from storage.validate import validate_sample
 
 logger = logging.getLogger(__name__)
 
 CALIBRATION_TOKENS = 16_384
 _REMOTE_UPLOADS = 16
 _LOCAL_UPLOADS = 8
-# More lines than an index file holds would write it twice.
-_GROUP = 128
 
 
 class StoreWriter:
@@ -84,23 +81,18 @@ class StoreWriter:
         self._entries = read_index(self._folder)
         self._stored_bytes = sum(stored_bytes(entry, self._layouts) for entry in self._entries.values())
 
-        self._changed = threading.Condition()
-        self._pending: deque[_Pending] = deque()
-        self._pending_bytes = 0
-        self._queued: dict[str, int] = {}
-        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
         self._full = byte_budget is not None and self._stored_bytes >= byte_budget
         self._closed = False
         self._drift = Drift(spec)
         self._segment: NewSegment | None = None
-        self._index: SegmentIndex | None = None
         self._claims: Claims | None = None
 
         self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="store-encode")
         self._compressors = ThreadPoolExecutor(workers, thread_name_prefix="store-compress")
         uploads = _REMOTE_UPLOADS if self._folder.is_remote else _LOCAL_UPLOADS
         self._uploads = ThreadPoolExecutor(uploads, thread_name_prefix="store-put")
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="store-commit")
+        self._queue = CommitQueue(self._entries, where=self._folder.url, executor=self._uploads)
         self._statistics = self._statistics_of_others() if spec.encoding.needs_statistics else None
         # Samples held back until there are statistics; None once nothing has to wait for them.
         self._held: list[Sample] | None = [] if spec.encoding.needs_statistics and self._statistics is None else None
@@ -132,8 +124,7 @@ class StoreWriter:
 
     def committed(self) -> frozenset[str]:
         """Ids of the samples that were committed when the store was opened, and of those committed since."""
-        with self._changed:
-            return frozenset(self._entries)
+        return self._queue.committed()
 
     def claim(self, sample_ids: Iterable[str]) -> list[str]:
         """Of `sample_ids`, in order, those that no other living writer is about to capture; others will skip them.
@@ -160,27 +151,17 @@ class StoreWriter:
         """
         if self._closed:
             raise StoreError(f"sample {sample.sample_id}: the store writer is closed; open a new one")
-        self._raise_failure()
+        self._queue.raise_failure()
         validate_sample(sample, self._spec)
         tokens_crc32c = tokens_checksum(sample)
         if self._has_already(sample.sample_id, tokens_crc32c):
             return True
         size = _bytes_of(sample)
-        if self._held and self._pending_bytes + size > self._max_pending_bytes:
+        if self._held and not self._queue.fits(size, max_bytes=self._max_pending_bytes):
             self._calibrate()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._failure is not None
-                    or not self._pending_bytes
-                    or self._pending_bytes + size <= self._max_pending_bytes
-                )
-            )
-            self._raise_failure()
-            if self._full:
-                return False
-            self._pending_bytes += size
-            self._queued[sample.sample_id] = tokens_crc32c
+        if self._full:
+            return False
+        self._queue.reserve(sample.sample_id, size, tokens_crc32c=tokens_crc32c, max_bytes=self._max_pending_bytes)
         if self._claims is not None:
             self._claims.renew()
         if self._held is None:
@@ -193,12 +174,11 @@ class StoreWriter:
 
     def flush(self) -> None:
         """Return once every sample taken is committed and durable. StoreError: as `write`."""
-        self._raise_failure()
+        self._queue.raise_failure()
         if self._held:
             self._calibrate()
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._pending)
-        self._raise_failure()
+        self._queue.wait()
+        self._queue.raise_failure()
 
     def close(self) -> None:
         """Flush, cut the arrays to their exact length, give up claims. Closing twice is nothing to do.
@@ -229,15 +209,12 @@ class StoreWriter:
             # Whatever stopped the caller, samples that were computed are worth their commit. Those still held back are
             # dropped: the statistics of too few of them would stay with the store.
             self._closed = True
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None or not self._pending)
+            self._queue.wait()
             self._stop()
 
     def _has_already(self, sample_id: str, tokens_crc32c: int) -> bool:
         """States may differ between devices; tokens and mask may not, as the sample's id is their hash."""
-        with self._changed:
-            entry = self._entries.get(sample_id)
-            before = self._queued.get(sample_id) if entry is None else entry.tokens_crc32c
+        before = self._queue.tokens_crc32c(sample_id)
         if before is not None and before != tokens_crc32c:
             raise StoreError(
                 f"sample {sample_id} is committed with other tokens or another loss mask; a sample id must be the hash "
@@ -268,15 +245,13 @@ class StoreWriter:
                 self._segment = NewSegment(self._folder, self._spec, self._layouts, self._statistics)
             except OSError as error:
                 failure = StoreError(f"store {self._folder.url} cannot be written: {one_line(error)}")
-                self._fail(failure)
+                self._queue.fail(failure)
                 raise failure from error
-            self._index = SegmentIndex(self._folder, segment=self._segment.name)
-        future = self._encoders.submit(self._encode, sample)
-        with self._changed:
-            self._pending.append(_Pending(sample.sample_id, _bytes_of(sample), future))
-        future.add_done_callback(lambda _: self._committer.submit(self._advance).add_done_callback(self._notice))
+            index = SegmentIndex(self._folder, segment=self._segment.name)
+            self._queue.open_segment(self._segment.location, index)
+        self._queue.add(sample.sample_id, _bytes_of(sample), self._encoders, partial(self._encode, sample))
 
-    def _encode(self, sample: Sample) -> _Written | None:
+    def _encode(self, sample: Sample) -> WrittenSample | None:
         """Encode one sample and put its shards; None if the byte budget does not hold it."""
         assert self._segment is not None
         arrays = encode_sample(sample, self._spec, self._statistics)
@@ -290,18 +265,19 @@ class StoreWriter:
             for shard in range(layout.num_shards(len(rows))):
                 part = rows[shard * per_shard : (shard + 1) * per_shard]
                 work.append((name, layout.shard_key(first + shard), self._compressors.submit(layout.encode, part)))
-        num_bytes = sum(len(part) for _, _, shard in work for part in shard.result()[0])
-        with self._changed:
+        num_bytes = sum(len(part) for _, _, encoded in work for part in encoded.result()[0])
+        with self._lock:
             if self._full or (self._byte_budget is not None and self._stored_bytes + num_bytes > self._byte_budget):
                 self._full = True
                 return None
             self._stored_bytes += num_bytes
         put = self._segment.location.write_bytes
-        for upload in [self._uploads.submit(put, key, *shard.result()[0], durable=False) for _, key, shard in work]:
+        uploads = [self._uploads.submit(put, key, *encoded.result()[0], durable=False) for _, key, encoded in work]
+        for upload in uploads:
             upload.result()
         tables: dict[str, bytes] = dict.fromkeys(arrays, b"")
-        for name, _, shard in work:
-            tables[name] += shard.result()[1].astype("<u4").tobytes()
+        for name, _, encoded in work:
+            tables[name] += encoded.result()[1].astype("<u4").tobytes()
         entry = IndexEntry(
             sample_id=sample.sample_id,
             segment=self._segment.name,
@@ -310,91 +286,18 @@ class StoreWriter:
             tokens_crc32c=tokens_checksum(sample),
             statistics_digest=self._segment.statistics_digest,
         )
-        return _Written(entry, [key for _, key, _ in work])
-
-    def _advance(self) -> None:
-        """Commit every sample that is ready and has none before it that is not. On the committer's one thread."""
-        group: list[_Pending] = []
-        with self._changed:
-            ready = 0
-            while ready < min(len(self._pending), _GROUP) and self._pending[ready].future.done():
-                ready += 1
-            if self._failure is None:
-                group = [self._pending[i] for i in range(ready)]
-        failure = next((item for item in group if item.future.exception() is not None), None)
-        if failure is not None:
-            group = group[: group.index(failure)]
-        written = [item.future.result() for item in group]
-        committed = [item for item in written if item is not None]
-        if committed:
-            assert self._segment is not None
-            assert self._index is not None
-            try:
-                self._segment.location.make_durable((key for item in committed for key in item.keys), self._uploads)
-                self._index.commit([item.entry for item in committed])
-            except OSError as error:
-                self._fail(StoreError(self._cannot_write(group[0].sample_id, error)))
-                return
-        with self._changed:
-            for item in committed:
-                self._entries[item.entry.sample_id] = item.entry
-            for _ in group:
-                done = self._pending.popleft()
-                self._pending_bytes -= done.size
-                del self._queued[done.sample_id]
-            self._changed.notify_all()
-        if failure is not None:
-            error = failure.future.exception()
-            assert error is not None
-            if isinstance(error, OSError):
-                error = StoreError(self._cannot_write(failure.sample_id, error))
-            self._fail(error)
-
-    def _cannot_write(self, sample_id: str, error: OSError) -> str:
-        return (
-            f"sample {sample_id} cannot be written to {self._folder.url}: {one_line(error)}; all committed before it is "
-            "good, and a new capture goes on from there"
-        )
-
-    def _notice(self, advanced: Future[None]) -> None:
-        error = advanced.exception()
-        if error is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        return WrittenSample(entry, [key for _, key, _ in work])
 
     def _stop(self) -> None:
-        for executor in (self._encoders, self._compressors, self._committer, self._uploads):
+        for executor in (self._encoders, self._compressors):
             executor.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
+        self._uploads.shutdown(wait=True, cancel_futures=True)
         if self._claims is not None:
             try:
                 self._claims.release()
             except OSError as error:
                 logger.warning("claims in %s are left to expire: %s", self._folder.url, one_line(error))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    """A sample on its way."""
-
-    sample_id: str
-    size: int
-    future: Future[_Written | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Written:
-    """A sample whose shards are put, not yet committed."""
-
-    entry: IndexEntry
-    keys: list[str]
 
 
 def tokens_checksum(sample: Sample) -> int:
