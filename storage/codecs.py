@@ -1,14 +1,15 @@
-"""How a chunk of an array becomes bytes: "zstd", "blosc", "pcodec" or "raw".
+"""How a chunk of an array becomes bytes: "zstd", "blosc" or "raw".
 
-* zstd: for int8 codes. Its Huffman stage comes within 1-2% of the codes' entropy, and decodes at 3-5 GB/s a core.
-  Level 1: higher ones search for repetitions that noise does not have.
-* blosc: zstd behind a byte shuffle, for bfloat16 bits and integers: sign and mantissa are noise, the exponent byte is
-  not. Blosc's default block size cuts a chunk into pieces too small to profit (1.28 x smaller than raw on real states);
-  `blocksize=1<<20` gives 1.46 x and decodes three times as fast.
-* pcodec: entropy coding for coarse codes, where less than 3 bits a value are left and Huffman's whole bits cost 8%.
-  It decodes at a third of zstd's speed, and knows no 8-bit types: such codes are stored as int16.
+* zstd: for bytes whose values are uneven: codes, pairs, planes (storage.forms). Its Huffman stage comes within 1-2% of
+  their entropy and decodes at 3-5 GB/s a core. Level 1: higher ones search for repetitions that noise does not have.
+* blosc: zstd behind a byte shuffle, for integers, and for bfloat16 in one array that any program reads as it is: sign
+  and mantissa are noise, the exponent byte is not. Blosc's default block size cuts a chunk into pieces too small to
+  profit (1.28 x smaller than raw on real states); `blocksize=1<<20` gives 1.43 to 1.47 x.
 * raw: chunks as they are, for debugging and for disks faster than a core. A chunk is stored whole, so that a sample of
   150 tokens in chunks of 512 costs 512 rows.
+
+All are codecs of the Zarr specification. (pcodec, which is not, gained less than storage.forms does, at a third of the
+speed; and what pads a short sample's chunk costs it a bit a value.)
 
 CRC-32C stands outermost on every chunk, under every codec: zarr reads a flipped bit back as wrong data, without an
 error, under zstd and blosc as well as under no compression. 4 bytes a chunk; in hardware about 9 GB/s.
@@ -16,23 +17,19 @@ error, under zstd and blosc as well as under no compression. 4 bytes a chunk; in
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numcodecs
-import numcodecs.blosc
 import numpy as np
 import numpy.typing as npt
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
 
-CodecName = Literal["zstd", "blosc", "pcodec", "raw"]
+CodecName = Literal["zstd", "blosc", "raw"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
-LEVELS: Mapping[CodecName, tuple[int, int]] = MappingProxyType(
-    {"zstd": (1, 19), "blosc": (1, 9), "pcodec": (1, 12), "raw": (0, 0)}
-)
+LEVELS: Mapping[CodecName, tuple[int, int]] = MappingProxyType({"zstd": (1, 19), "blosc": (1, 9), "raw": (0, 0)})
 
 # Measured on real states: one block a chunk, as a chunk of 512 tokens is under 1 MiB up to D = 1,024.
 _BLOSC_BLOCK_BYTES = 1 << 20
@@ -70,14 +67,7 @@ class ChunkCodec:
 
     def zarr_serializer(self) -> Any:
         """Zarr's array-to-bytes codec for it."""
-        if self.name != "pcodec":
-            return BytesCodec(endian="little")
-        from zarr.codecs.numcodecs import PCodec
-
-        with warnings.catch_warnings():
-            # Zarr warns whoever reads or writes it that pcodec is not in its specification; docs/store.md says so.
-            warnings.filterwarnings("ignore", message="Numcodecs codecs are not in the Zarr version 3 spec")
-            return PCodec(level=self.level, mode_spec="classic", delta_spec="none")
+        return BytesCodec(endian="little")
 
     def zarr_compressors(self, *, itemsize: int) -> tuple[Any, ...]:
         """Zarr's bytes-to-bytes codecs of each chunk inside a shard, in the order in which they encode."""
@@ -93,12 +83,10 @@ class ChunkCodec:
     def _numcodec(self, itemsize: int) -> Any:
         if self.name == "zstd":
             return numcodecs.Zstd(level=self.level)
-        if self.name == "blosc":
-            return numcodecs.Blosc(
-                cname="zstd",
-                clevel=self.level,
-                shuffle=numcodecs.Blosc.SHUFFLE,
-                blocksize=_BLOSC_BLOCK_BYTES,
-                typesize=itemsize,
-            )
-        return numcodecs.PCodec(level=self.level, mode_spec="classic", delta_spec="none")
+        return numcodecs.Blosc(
+            cname="zstd",
+            clevel=self.level,
+            shuffle=numcodecs.Blosc.SHUFFLE,
+            blocksize=_BLOSC_BLOCK_BYTES,
+            typesize=itemsize,
+        )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from storage.errors import StoreError
+from storage.forms import What, form_of, from_form, largest_code, step_of, to_form
 from storage.presets import DEFAULT_PRESET, LAST_FORMS, PRESETS, Encoding, LastForm, encoding_of, preset_name
 from storage.quantise import Quantised, Statistics, dequantise, lossless, quantise
 from storage.schema import (
@@ -103,14 +104,14 @@ def encode_sample(sample: Sample, spec: StoreSpec, statistics: Statistics | None
     arrays: dict[str, npt.NDArray[Any]] = {"tokens": tokens}
 
     aux = _quantised_aux(sample, encoding, statistics)
-    _put_states(arrays, "aux", aux, schemas)
+    _put_states(arrays, "aux", aux, spec)
     last: Quantised | None = None
     if encoding.last == "hidden":
         last = _quantised_last(sample, encoding, statistics)
-        _put_states(arrays, "last", last, schemas)
+        _put_states(arrays, "last", last, spec)
     else:
         assert sample.top_k is not None
-        arrays["topk"], tokens[rows, TAIL_LEVEL] = encode_top_k(sample.top_k, dtype=schemas["topk"].dtype)
+        arrays["topk"], tokens[rows, TAIL_LEVEL] = encode_top_k(sample.top_k, vocab_size=spec.vocab_size)
     if encoding.needs_statistics:
         arrays["exceptions"] = _exceptions(sample, aux, last)
     return {name: np.ascontiguousarray(arrays[name]) for name in schemas}
@@ -207,7 +208,11 @@ def _quantised_aux(sample: Sample, encoding: Encoding, statistics: Statistics | 
         return lossless(sample.aux_hidden.reshape(len(sample.aux_hidden), -1))
     assert statistics is not None, "a lossy encoding needs statistics"
     return quantise(
-        sample.aux_hidden, scale=statistics.aux_scale, offset=statistics.aux_offset, norm=statistics.aux_norm
+        sample.aux_hidden,
+        scale=statistics.aux_scale,
+        offset=statistics.aux_offset,
+        norm=statistics.aux_norm,
+        largest=largest_code(form_of(encoding, "aux")),
     )
 
 
@@ -221,12 +226,14 @@ def _quantised_last(sample: Sample, encoding: Encoding, statistics: Statistics |
         scale=statistics.last_scale[None],
         offset=statistics.last_offset[None],
         norm=statistics.last_norm[None],
+        largest=largest_code(form_of(encoding, "last")),
     )
 
 
-def _put_states(arrays: dict[str, npt.NDArray[Any]], what: str, states: Quantised, schemas: Mapping[str, Any]) -> None:
-    schema = next(schemas[name] for name in (f"{what}_codes", f"{what}_hidden") if name in schemas)
-    arrays[schema.name] = states.codes.reshape(-1, *schema.row_shape).astype(schema.dtype, copy=False)
+def _put_states(arrays: dict[str, npt.NDArray[Any]], what: What, states: Quantised, spec: StoreSpec) -> None:
+    form = form_of(spec.encoding, what)
+    layers = (NUM_AUX_LAYERS,) if what == "aux" else ()
+    arrays[f"{what}_{form}"] = to_form(states.codes.reshape(-1, *layers, spec.hidden_size), form)
 
 
 def _exceptions(sample: Sample, aux: Quantised, last: Quantised | None) -> npt.NDArray[np.uint32]:
@@ -274,7 +281,7 @@ def _positions(
 
 def _stored(
     arrays: NamedArrays,
-    what: Literal["aux", "last"],
+    what: What,
     spec: StoreSpec,
     statistics: Statistics | None,
     at: npt.NDArray[np.int64],
@@ -285,9 +292,10 @@ def _stored(
 ) -> Quantised:
     """The states `what` of a window of rows; at, bits: the exceptions of the whole sample in them."""
     first, last = window
-    step = spec.encoding.aux_step if what == "aux" else spec.encoding.last_step
-    if step is None:
-        return lossless(arrays[f"{what}_hidden"].reshape(last - first, width))
+    form = form_of(spec.encoding, what)
+    states = from_form(arrays[f"{what}_{form}"], form, spec.hidden_size).reshape(last - first, width)
+    if step_of(spec.encoding, what) is None:
+        return lossless(states)
     assert statistics is not None, "a lossy encoding needs statistics"
     scale, offset = (
         (statistics.aux_scale, statistics.aux_offset)
@@ -296,7 +304,7 @@ def _stored(
     )
     low, high = np.searchsorted(at, [first * width, last * width])
     return Quantised(
-        codes=arrays[f"{what}_codes"].reshape(last - first, width).astype(np.int8, copy=False),
+        codes=states,
         scale=scale.reshape(width),
         offset=offset.reshape(width),
         exception_at=at[low:high] - first * width,

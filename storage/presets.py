@@ -2,7 +2,8 @@
 
 The trade-off is bytes against the draft's quality. Hidden states cost 8 D bytes a token as bfloat16; a lossless codec
 ends at two thirds of that, since sign and mantissa are noise. Steps of a channel's standard deviation go on from there:
-each doubling of the step saves a bit a value. What the presets give and cost is measured (README.md).
+each doubling of the step saves a bit a value. What the presets give and cost is measured (README.md); how the values
+then lie in an array follows from step and codec (storage.forms).
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ class Encoding:
 
 PRESETS: Mapping[str, Encoding] = MappingProxyType(
     {
-        "lossless": Encoding(aux_step=None, last="hidden", codec="blosc", level=1),
+        "lossless": Encoding(aux_step=None, last="hidden"),
         "near": Encoding(aux_step=0.1, last="hidden", last_step=0.05),
         "compact": Encoding(aux_step=0.3, last="hidden", last_step=0.1),
         "small": Encoding(aux_step=0.5, last="topk", top_k=256),
-        "tiny": Encoding(aux_step=0.8, last="topk", top_k=64, codec="pcodec", level=4),
+        "tiny": Encoding(aux_step=0.8, last="topk", top_k=64),
     }
 )
 """The encodings with a name, from the largest store to the smallest."""

@@ -10,7 +10,7 @@ with scale_c just under step * std_c and offset_c next to mean_c, frozen from th
 groups, no scales a token, int8 all the way to the GPU. What does not fit is an *exception*, kept as its bfloat16 bits
 beside the codes (its code is 0):
 
-* |code| > 127, NaN, Inf;
+* |code| > 127 (or > 7, see storage.forms), NaN, Inf;
 * every value of a *sink*: a token whose norm is over 5 x the layer's median. The first token of a document reaches
   25,000 where others reach 150; a static scale destroys it, and with it the model's attention. 0.1% of the values;
 * a value whose error would otherwise exceed the bound.
@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.errors import StoreError
+from storage.forms import LARGEST_CODE
 from storage.schema import NUM_AUX_LAYERS, Sample, StoreSpec
 
-LARGEST_CODE = 127
 SINK_NORM = 5.0
 # See `code_constants`; measured on real states, at steps 0.05 to 0.8.
 _LARGER_VALUES = 2.0
@@ -186,11 +186,12 @@ def quantise(
     scale: npt.NDArray[np.float32],
     offset: npt.NDArray[np.float32],
     norm: npt.NDArray[np.float32],
+    largest: int = LARGEST_CODE,
 ) -> Quantised:
     """Code rows of bf16 bits.
 
-    bits uint16 [N, G, D] of G layers; scale (> 0), offset float32 [G, D]; norm float32 [G], 0 for no sinks. Codes come
-    as int8 [N, G D].
+    bits uint16 [N, G, D] of G layers; scale (> 0), offset float32 [G, D]; norm float32 [G], 0 for no sinks. largest:
+    the largest code there may be. Codes come as int8 [N, G D].
     """
     num_rows, num_layers, hidden = bits.shape
     width = num_layers * hidden
@@ -206,6 +207,7 @@ def quantise(
                 np.ascontiguousarray(bits[start : start + rows]).reshape(-1, width),
                 codes[start : start + rows],
                 (scale, offset, reciprocal, half, sink_limit),
+                largest,
                 start * width,
             )
             for rows in (_block_rows(width),)
@@ -281,6 +283,7 @@ def _quantise_block(
     bits: npt.NDArray[np.uint16],
     codes: npt.NDArray[np.int8],
     constants: tuple[npt.NDArray[np.float32], ...],
+    largest: int,
     first: int,
 ) -> npt.NDArray[np.int64]:
     """Fill `codes` [N, C] and return the flat positions of exceptions, from `first` on."""
@@ -289,7 +292,7 @@ def _quantise_block(
     code = x - offset
     code *= reciprocal
     np.rint(code, out=code)
-    np.clip(code, -LARGEST_CODE, LARGEST_CODE, out=code)
+    np.clip(code, -largest, largest, out=code)
     # The very computation of the decoder, so that the bound holds for what it gives.
     value = code * scale
     value += offset

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from storage.codecs import ChunkCodec
 from storage.errors import StoreError
+from storage.forms import What, dtype_of, form_of, row_shape
 from storage.presets import DEFAULT_PRESET, PRESETS, Encoding, encoding_of
 
 FORMAT_NAME = "eyas.hidden_states"
@@ -41,6 +42,8 @@ TOKENS_CHUNK_ROWS = 16_384
 TOKENS_SHARD_ROWS = 65_536
 EXCEPTIONS_CHUNK_ROWS = 16_384
 EXCEPTIONS_SHARD_ROWS = 131_072
+_TOP_K_COLUMNS = 64
+_FEWEST_TOP_K_COLUMNS = 16
 # Columns of `tokens`; the last is there with top-k targets only.
 TOKEN_ID, LOSS_MASK, TARGET_ARGMAX, TARGET_LSE_BITS, TAIL_LEVEL = range(5)
 
@@ -203,11 +206,8 @@ def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
     """The arrays of a store, in a fixed order. Which they are depends on the encoding."""
     encoding = spec.encoding
     narrow = ChunkCodec("raw", 0) if encoding.codec == "raw" else ChunkCodec("blosc", 1)
-    arrays = [_states(spec, "aux", encoding.aux_step, "tokens", (NUM_AUX_LAYERS, spec.hidden_size))]
-    if encoding.last == "hidden":
-        arrays.append(_states(spec, "last", encoding.last_step, "targets", (spec.hidden_size,)))
-    else:
-        arrays += _top_k_arrays(spec)
+    arrays = [_states(spec, "aux", "tokens")]
+    arrays.append(_states(spec, "last", "targets") if encoding.last == "hidden" else _top_k(spec))
     arrays.append(
         ArraySchema(
             name="tokens",
@@ -244,48 +244,58 @@ def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
     return tuple(arrays)
 
 
-def _states(spec: StoreSpec, what: str, step: float | None, axis: Axis, row_shape: tuple[int, ...]) -> ArraySchema:
-    lossy = step is not None
-    # pcodec knows no 8-bit types.
-    code_dtype = "int16" if spec.encoding.codec == "pcodec" else "int8"
+def _states(spec: StoreSpec, what: What, axis: Axis) -> ArraySchema:
+    form = form_of(spec.encoding, what)
+    layers = (NUM_AUX_LAYERS,) if what == "aux" else ()
+    part = row_shape(form, spec.hidden_size)
+    value = "value = bfloat16(code * scale + offset), in float32"
+    meaning = {
+        "codes": f"int8 codes: {value}; -128: unwritten",
+        "pairs": f"two codes a byte, (first + 7) + 15 * (second + 7) of neighbouring channels: {value}; 255: unwritten",
+        "planes": "high bytes and low bytes of bfloat16; 255, 255 (NaN): unwritten",
+        "bits": "bfloat16 bits; 65535 (NaN): unwritten",
+    }[form]
     source = {
         "aux": "outputs of decoder layers aux_layer_ids, low to high",
         "last": "output of the target's final norm, its head's input, on target rows",
     }[what]
     return ArraySchema(
-        name=f"{what}_codes" if lossy else f"{what}_hidden",
-        dtype=code_dtype if lossy else "uint16",
+        name=f"{what}_{form}",
+        dtype=dtype_of(form),
         axis=axis,
-        row_shape=row_shape,
-        chunk_row_shape=(*(1 for _ in row_shape[:-1]), spec.hidden_size),
+        row_shape=(*layers, *part),
+        chunk_row_shape=(*(1 for _ in (*layers, *part[:-1])), part[-1]),
         chunk_rows=spec.chunk_tokens,
         shard_rows=spec.shard_tokens,
-        fill_value=-128 if lossy else 0xFFFF,
-        meaning=f"codes of {source}: value = bfloat16(code * (step * std) + mean) in float32; -128: unwritten"
-        if lossy
-        else f"bfloat16 bits: {source}; 65535 (NaN): unwritten",
+        fill_value={"codes": -128, "pairs": 255, "planes": 255, "bits": 0xFFFF}[form],
+        meaning=f"{source}: {meaning}",
         codec=ChunkCodec(spec.encoding.codec, spec.encoding.level),
     )
 
 
-def _top_k_arrays(spec: StoreSpec) -> list[ArraySchema]:
-    assert spec.encoding.top_k is not None
-    wide = spec.vocab_size > 1 << 16
-    return [
-        ArraySchema(
-            name="topk",
-            dtype="uint32" if wide else "uint16",
-            axis="targets",
-            row_shape=(2, spec.encoding.top_k),
-            chunk_row_shape=(1, spec.encoding.top_k),
-            chunk_rows=spec.chunk_tokens,
-            shard_rows=spec.shard_tokens,
-            fill_value=0xFFFF_FFFF if wide else 0xFFFF,
-            meaning="the target's likeliest tokens by ascending id: distance from the id before (of the first: "
-            "from 0); level of its log-probability",
-            codec=ChunkCodec("raw", 0) if spec.encoding.codec == "raw" else ChunkCodec("pcodec", 8),
-        )
-    ]
+def _top_k(spec: StoreSpec) -> ArraySchema:
+    top_k = spec.encoding.top_k
+    assert top_k is not None
+    # Ids ascend, and tokenizers number frequent tokens first: columns of a kind are compressed together.
+    columns = max(width for width in range(1, min(top_k, _TOP_K_COLUMNS) + 1) if top_k % width == 0)
+    return ArraySchema(
+        name="topk",
+        dtype="uint8",
+        axis="targets",
+        row_shape=(1 + top_k_id_bytes(spec.vocab_size), top_k),
+        chunk_row_shape=(1, columns if columns >= _FEWEST_TOP_K_COLUMNS else top_k),
+        chunk_rows=spec.chunk_tokens,
+        shard_rows=spec.shard_tokens,
+        fill_value=255,
+        meaning="the target's likeliest tokens by ascending id: level of its log-probability; bytes, low to high, of "
+        "the distance from the id before (of the first: from 0)",
+        codec=ChunkCodec("raw", 0) if spec.encoding.codec == "raw" else ChunkCodec("zstd", 1),
+    )
+
+
+def top_k_id_bytes(vocab_size: int) -> int:
+    """Bytes of the distance between two ids: 2 to 4."""
+    return max(2, ((vocab_size - 1).bit_length() + 7) // 8)
 
 
 def raw_bytes(spec: StoreSpec, *, num_tokens: int, num_targets: int) -> int:

@@ -1,0 +1,110 @@
+"""How states lie in an array: four forms, chosen by the step and the codec.
+
+| form | elements of a row of D channels | when |
+|---|---|---|
+| `codes` | int8 [D] | steps below 0.6 |
+| `pairs` | uint8 [ceil(D / 2)]: two codes of -7 .. 7 in each | steps from 0.6 on |
+| `planes` | uint8 [2, D]: high bytes, low bytes of bfloat16 | lossless, zstd |
+| `bits` | uint16 [D]: bfloat16 | lossless, other codecs |
+
+The forms are what makes plain zstd, an entropy coder of bytes, enough. Coarse codes leave 2 bits a value where
+Huffman's code words have whole bits: a pair of them a byte loses half as much (7.0 instead of 6.1 x smaller than
+bfloat16 at step 0.8, more exceptions included). And the exponent compresses while the mantissa does not, so each gets
+chunks of its own; blosc's shuffle does that too, but cuts its planes where zstd's 128 KiB blocks do not (1.43 against
+1.47 at D = 576).
+Pairs are split again and planes merged after decompression, at 2-4 GB/s of bfloat16 a core.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.presets import Encoding
+
+Form = Literal["codes", "pairs", "planes", "bits"]
+What = Literal["aux", "last"]
+
+PAIRS_FROM_STEP = 0.6
+"""From here on the codes beyond +-7 cost less as exceptions than pairs save."""
+LARGEST_CODE = 127
+LARGEST_PAIRED_CODE = 7
+_PAIR_BASE = 2 * LARGEST_PAIRED_CODE + 1
+
+
+def _pair_table() -> npt.NDArray[np.uint16]:
+    """The two int8 codes of each byte, as they lie in memory; bytes that are no pair give zeros."""
+    table = np.zeros((256, 2), dtype=np.int8)
+    pairs = np.arange(_PAIR_BASE**2)
+    table[pairs, 0] = pairs % _PAIR_BASE - LARGEST_PAIRED_CODE
+    table[pairs, 1] = pairs // _PAIR_BASE - LARGEST_PAIRED_CODE
+    return table.reshape(-1).view(np.uint16)
+
+
+_PAIRS = _pair_table()
+
+
+def step_of(encoding: Encoding, what: What) -> float | None:
+    """The step of the states `what`; None when they are lossless."""
+    return encoding.aux_step if what == "aux" else encoding.last_step
+
+
+def form_of(encoding: Encoding, what: What) -> Form:
+    """The form in which a store of that encoding keeps the states `what`."""
+    step = step_of(encoding, what)
+    if step is None:
+        return "planes" if encoding.codec == "zstd" else "bits"
+    return "pairs" if step >= PAIRS_FROM_STEP else "codes"
+
+
+def largest_code(form: Form) -> int:
+    """The largest magnitude of a code in that form; a value with a larger one is an exception."""
+    return LARGEST_PAIRED_CODE if form == "pairs" else LARGEST_CODE
+
+
+def row_shape(form: Form, hidden_size: int) -> tuple[int, ...]:
+    """Shape of one layer's part of a row."""
+    return {
+        "codes": (hidden_size,),
+        "pairs": (-(-hidden_size // 2),),
+        "planes": (2, hidden_size),
+        "bits": (hidden_size,),
+    }[form]
+
+
+def dtype_of(form: Form) -> str:
+    """Numpy name of the array's elements."""
+    return {"codes": "int8", "pairs": "uint8", "planes": "uint8", "bits": "uint16"}[form]
+
+
+def to_form(states: npt.NDArray[Any], form: Form) -> npt.NDArray[Any]:
+    """States [..., D] (int8 codes, or uint16 bits) as the array of that form, [..., *row_shape]."""
+    if form in ("codes", "bits"):
+        return states
+    if form == "planes":
+        planes = np.empty((*states.shape[:-1], 2, states.shape[-1]), dtype=np.uint8)
+        both = np.ascontiguousarray(states).view(np.uint8).reshape(*states.shape, 2)
+        planes[..., 0, :] = both[..., 1]
+        planes[..., 1, :] = both[..., 0]
+        return planes
+    # An odd last channel is paired with a code of 0.
+    pairs = np.full((*states.shape[:-1], -(-states.shape[-1] // 2)), LARGEST_PAIRED_CODE * _PAIR_BASE, dtype=np.uint8)
+    pairs[..., : states.shape[-1] // 2] += states[..., 1::2].view(np.uint8) * np.uint8(_PAIR_BASE)
+    pairs += (states[..., 0::2] + np.int8(LARGEST_PAIRED_CODE)).view(np.uint8)
+    return pairs
+
+
+def from_form(array: npt.NDArray[Any], form: Form, hidden_size: int) -> npt.NDArray[Any]:
+    """Undo `to_form`: int8 codes or uint16 bits [..., hidden_size]; the array itself where it is that already."""
+    if form in ("codes", "bits"):
+        return array
+    if form == "planes":
+        bits = np.empty((*array.shape[:-2], hidden_size), dtype=np.uint16)
+        both = bits.view(np.uint8).reshape(*bits.shape, 2)
+        both[..., 1] = array[..., 0, :]
+        both[..., 0] = array[..., 1, :]
+        return bits
+    codes = np.take(_PAIRS, array).view(np.int8)
+    return codes if codes.shape[-1] == hidden_size else np.ascontiguousarray(codes[..., :hidden_size])
