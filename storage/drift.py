@@ -47,7 +47,8 @@ class Drift:
         hidden = self._spec.hidden_size
         rows = np.cumsum(arrays["exceptions"][:, 0], dtype=np.int64) // hidden
         _, counts = np.unique(rows, return_counts=True)
-        values = num_tokens * NUM_AUX_LAYERS * hidden + (arrays["last_codes"].size if "last_codes" in arrays else 0)
+        rows_of_last = next((len(arrays[name]) for name in ("last_codes", "last_pairs") if name in arrays), 0)
+        values = (num_tokens * NUM_AUX_LAYERS + rows_of_last) * hidden
         with self._lock:
             self._last.append((int(counts[counts < hidden].sum()), values))
             share = self._share()
