@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -219,15 +218,6 @@ def _scratch_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[
 def _zarr_document(array: ArraySchema) -> dict[str, Any]:
     """What zarr itself writes as the array's metadata: the one description of its codecs, ours included."""
     store = MemoryStore()
-    with warnings.catch_warnings():
-        # Zarr says of pcodec that it is not in its specification; docs/store.md does too.
-        warnings.filterwarnings("ignore", message="Numcodecs codecs are not in the Zarr version 3 spec")
-        _create(store, array)
-    document: dict[str, Any] = json.loads(store._store_dict[f"{array.name}/zarr.json"].to_bytes())
-    return document
-
-
-def _create(store: MemoryStore, array: ArraySchema) -> None:
     zarr.create_array(
         store,
         name=array.name,
@@ -243,3 +233,5 @@ def _create(store: MemoryStore, array: ArraySchema) -> None:
         attributes={"meaning": array.meaning},
         chunk_key_encoding={"name": "default", "separator": "."},
     )
+    document: dict[str, Any] = json.loads(store._store_dict[f"{array.name}/zarr.json"].to_bytes())
+    return document
