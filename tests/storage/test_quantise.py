@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from storage.calibration import SINK_NORM, Statistics, calibrate, code_constants
 from storage.errors import StoreError
-from storage.quantise import (
-    SINK_NORM,
-    Quantised,
-    Statistics,
-    calibrate,
-    code_constants,
-    dequantise,
-    lossless,
-    quantise,
-)
+from storage.quantise import Quantised, dequantise, lossless, quantise
 from storage.schema import StoreSpec
 
 EVERY_BF16 = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
