@@ -2,16 +2,20 @@
 
 A claim saves work and protects nothing: object stores have no portable compare-and-swap, so two writers may claim the
 same sample at the same moment and both capture it. The store is then right all the same (storage.index takes the first
-segment by name). A writer that died is forgotten once its file is older than `CLAIM_SECONDS`; clocks that differ by
-more than that make claims useless, not wrong.
+segment by name). A writer that died is forgotten at once on its own machine, so that a capture that was killed goes on
+without waiting for itself; elsewhere, once its file is older than `CLAIM_SECONDS`. Clocks that differ by more than that
+make claims useless, not wrong.
 
-    {url}/{fingerprint}/claims/{writer}.json     {"time": seconds since 1970, "sample_ids": [...]}
+    {url}/{fingerprint}/claims/{writer}.json
+        {"time": seconds since 1970, "host": name, "pid": process, "sample_ids": [...]}
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterable
 
@@ -21,6 +25,7 @@ from storage.location import Location
 CLAIMS_FOLDER = "claims"
 CLAIM_SECONDS = 600.0
 _RENEW_SECONDS = 60.0
+_HOST = socket.gethostname()
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ class Claims:
     def _put(self, sample_ids: list[str]) -> None:
         self._sample_ids = sample_ids
         self._renewed = time.monotonic()
-        content = {"time": time.time(), "sample_ids": sample_ids}
+        content = {"time": time.time(), "host": _HOST, "pid": os.getpid(), "sample_ids": sample_ids}
         self._folder.write_bytes(self._file, json.dumps(content).encode(), durable=False)
 
     def _others(self) -> set[str]:
@@ -78,8 +83,22 @@ class Claims:
             content = self._folder.read_bytes(name)
             try:
                 document = json.loads(content or b"{}")
-                if time.time() - float(document["time"]) < CLAIM_SECONDS:
+                is_young = time.time() - float(document["time"]) < CLAIM_SECONDS
+                if is_young and not _has_died(document.get("host"), document.get("pid")):
                     claims[name] = frozenset(map(str, document["sample_ids"]))
             except (ValueError, KeyError, TypeError) as error:
                 logger.info("claims file %s/%s is ignored: %s", self._folder.url, name, one_line(error))
         return claims
+
+
+def _has_died(host: object, pid: object) -> bool:
+    """Whether a writer is known to be gone. Two machines of one name only cost work that is done twice."""
+    if host != _HOST or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
