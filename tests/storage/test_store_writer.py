@@ -229,8 +229,10 @@ def test_a_stopped_writer_does_not_calibrate_on_too_little(tmp_path, make_spec, 
     assert ids_in(tmp_path, spec) == set()
 
 
-def test_drift_is_reported_once_with_what_to_do(tmp_path, make_spec, make_sample, caplog):
-    # Red when states that left the calibrated range fill the store with exceptions and nobody says so; a sink is none.
+@pytest.mark.parametrize("growth", [9, 30])
+def test_drift_is_reported_once_with_what_to_do(tmp_path, make_spec, make_sample, caplog, growth):
+    # Red when states that left the calibrated range fill the store with exceptions and nobody says so: values that
+    # escape their codes (x 9), or tokens that all look like sinks (x 30). A sample's first token is no drift.
     spec = make_spec(preset="near", hidden_size=64)
     caplog.set_level(logging.WARNING)
     with StoreWriter(str(tmp_path), spec, calibration_tokens=40) as writer:
@@ -241,9 +243,9 @@ def test_drift_is_reported_once_with_what_to_do(tmp_path, make_spec, make_sample
             writer.flush()
         assert writer.escaped_share < 0.005
         assert not caplog.records
-        for i in range(20):
+        for i in range(60):
             sample = make_sample(f"late{i}", 40, spec)
-            grown = (sample.aux_hidden[:, :, ::8].astype(np.uint32) << 16).view(np.float32) * 30
+            grown = (sample.aux_hidden[:, :, ::8].astype(np.uint32) << 16).view(np.float32) * growth
             sample.aux_hidden[:, :, ::8] = (grown.view(np.uint32) >> 16).astype(np.uint16)
             writer.write(sample)
         writer.flush()
