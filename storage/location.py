@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -164,6 +165,23 @@ class Location:
         """Size in bytes of all files under here."""
         return sum(self.sizes().values())
 
+    def changed(self) -> dict[str, float | None]:
+        """When every file under here was last changed, in seconds since 1970, by its path relative to this folder.
+
+        None where the file system does not say.
+        """
+        if not self.is_local:
+            found: dict[str, float | None] = self._try(_object_times, self.path)
+            prefix = self.path.strip("/") + "/"
+            return {path.strip("/").removeprefix(prefix): seconds for path, seconds in found.items()}
+        times: dict[str, float | None] = {}
+        for name in self.sizes():
+            try:
+                times[name] = Path(self.path, name).stat().st_mtime
+            except FileNotFoundError:
+                continue
+        return times
+
     def _try(self, request: Any, *arguments: Any) -> Any:
         file_system = _file_system(self.scheme)
         if not self.is_remote:
@@ -257,6 +275,26 @@ def _object_exists(file_system: Any, path: str) -> bool:
 
 def _object_sizes(file_system: Any, path: str) -> dict[str, int]:
     return {name: int(info["size"]) for name, info in file_system.find(path, detail=True).items()}
+
+
+def _object_times(file_system: Any, path: str) -> dict[str, float | None]:
+    return {name: _seconds(info) for name, info in file_system.find(path, detail=True).items()}
+
+
+def _seconds(info: dict[str, Any]) -> float | None:
+    """Each file system has a name of its own for it, and a type."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(key)
+        if isinstance(value, datetime):
+            return value.replace(tzinfo=value.tzinfo or UTC).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return _seconds({key: datetime.fromisoformat(value)})
+            except ValueError:
+                continue
+    return None
 
 
 def _fsync(path: Path) -> None:
