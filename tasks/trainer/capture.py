@@ -1,38 +1,50 @@
-"""Fill the store with the states of the samples it lacks; what it has is never computed again."""
+"""Fill the store with the states of the samples it lacks; what it has is never computed again.
+
+The target computes, and threads of the store's writer encode, compress and upload what it gave before; a sample counts
+once it is committed. Several runs may fill one store: each claims a few hundred samples at a time, leaves those that
+others claimed to them, and waits for them at its end. Claims save work, they protect nothing: when two capture the same
+sample, the store is right all the same.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from storage.encoding import preset_name
 from storage.errors import StoreError
 from storage.reader import StoreReader
-from storage.schema import Sample, StoreSpec
+from storage.schema import Sample, StoreSpec, TopK
 from storage.writer import StoreWriter
 from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
+from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target, TargetStates
 
 logger = logging.getLogger(__name__)
 
+# Samples claimed at once: few enough that a second writer finds work, many enough that claims cost nothing.
+CLAIMED_SAMPLES = 256
+_POLL_SECONDS = 2.0
+
 
 def store_spec(config: RunConfig, prepared: dict[str, Any]) -> StoreSpec:
     """What this run's store must be. prepared: the receipt of the prepare stage."""
     states = config.hidden_states
-    assert isinstance(states, Offline)
     return StoreSpec(
         fingerprint=prepared["fingerprint"],
         target=config.target.model,
         aux_layer_ids=tuple(prepared["aux_layer_ids"]),
         hidden_size=prepared["hidden_size"],
         vocab_size=prepared["target_vocab_size"],
-        codec=states.codec,
+        encoding=states.encoding(),
         chunk_tokens=states.chunk_tokens,
         shard_tokens=states.shard_tokens,
     )
@@ -41,8 +53,8 @@ def store_spec(config: RunConfig, prepared: dict[str, Any]) -> StoreSpec:
 def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
     """Capture every training sample that the store does not hold yet. Returns the receipt.
 
-    Raises StoreError when samples are missing and `hidden_states.on_missing` is `refuse`, or the store's layout
-    differs; InputError when the target gives NaN or Inf.
+    Raises StoreError when samples are missing and `hidden_states.on_missing` is `refuse`, or the store's spec differs,
+    or it cannot be written; InputError when the target gives NaN or Inf.
     """
     states = config.hidden_states
     assert isinstance(states, Offline)
@@ -51,10 +63,10 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
     spec = store_spec(config, prepared)
     data = PreparedData.open(run.train_data)
     started = time.monotonic()
-    captured = captured_tokens = 0
+    captured: list[int] = []
     if states.on_missing == "refuse":
         # Opening a reader says what the store holds when it has nothing of this target.
-        held = StoreReader(states.store_url, spec).sample_ids()
+        held = _committed(states.store_url, spec)
         missing = [sample.sample_id for sample in data if sample.sample_id not in held]
         if missing:
             raise StoreError(
@@ -62,42 +74,99 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
                 "hidden_states.on_missing=capture to add them"
             )
     else:
-        with StoreWriter(states.store_url, spec) as writer:
+        with StoreWriter(states.store_url, spec, calibration_tokens=states.calibration_tokens) as writer:
             committed = writer.committed()
-            missing_samples = [sample for sample in data if sample.sample_id not in committed]
-            if missing_samples:
+            wanted = [sample for sample in data if sample.sample_id not in committed]
+            if wanted:
                 target = Target.of(config.target, device=prepared["device"])
-                for done, sample in enumerate(missing_samples, 1):
-                    token_ids = torch.from_numpy(np.array(sample.token_ids, dtype=np.int64))
-                    captured_states = target.capture(token_ids, sample_id=sample.sample_id)
-                    writer.write(to_stored(sample, captured_states))
-                    captured += 1
-                    captured_tokens += len(sample.token_ids)
-                    rate = captured_tokens / (time.monotonic() - started)
-                    progress(done, len(missing_samples), f"{rate:.0f} tokens/s")
-    statistics = StoreReader(states.store_url, spec).statistics()
+                captured = _capture(target, writer, wanted, states.store_url, progress)
     return {
         "store_url": states.store_url,
         "fingerprint": spec.fingerprint,
-        "captured_samples": captured,
-        "captured_tokens": captured_tokens,
+        "preset": preset_name(spec.encoding),
+        "captured_samples": len(captured),
+        "captured_tokens": sum(captured),
         "seconds": time.monotonic() - started,
+        **store_figures(states.store_url, spec),
+    }
+
+
+def store_figures(url: str, spec: StoreSpec) -> dict[str, Any]:
+    """What the store of a spec holds and takes, for a receipt; bytes are bytes."""
+    with StoreReader(url, spec) as reader:
+        statistics = reader.statistics()
+    return {
         "store_samples": statistics.num_samples,
         "store_tokens": statistics.num_tokens,
         "stored_bytes": statistics.stored_bytes,
         "raw_bytes": statistics.raw_bytes,
+        "ratio": statistics.raw_bytes / statistics.stored_bytes if statistics.stored_bytes else None,
     }
+
+
+def _capture(
+    target: Target, writer: StoreWriter, wanted: Sequence[PreparedSample], url: str, progress: Progress
+) -> list[int]:
+    """Capture what no other writer does, then wait for the others' part. Returns the tokens of each sample captured."""
+    started, before = time.monotonic(), writer.stored_bytes
+    captured: list[int] = []
+    top_k = writer.spec.encoding.top_k
+
+    def fill(samples: Sequence[PreparedSample]) -> list[PreparedSample]:
+        """Capture those of the samples that can be claimed; returns the others."""
+        by_id = {sample.sample_id: sample for sample in samples}
+        for sample_id in writer.claim(by_id):
+            sample = by_id.pop(sample_id)
+            writer.write(to_stored(sample, capture_sample(target, sample, top_k=top_k)))
+            captured.append(len(sample.token_ids))
+            seconds = time.monotonic() - started
+            stored = (writer.stored_bytes - before) / 1e6
+            progress(len(captured), len(wanted), f"{sum(captured) / seconds:.0f} tokens/s  {stored:,.1f} MB stored")
+        return list(by_id.values())
+
+    others: list[PreparedSample] = []
+    for first in range(0, len(wanted), CLAIMED_SAMPLES):
+        others += fill(wanted[first : first + CLAIMED_SAMPLES])
+    writer.flush()
+    while others:
+        committed = _committed(url, writer.spec)
+        others = [sample for sample in others if sample.sample_id not in committed]
+        left = fill(others)
+        writer.flush()
+        if left == others and left:
+            progress(len(wanted) - len(left), len(wanted), f"another run captures {len(left)} of the samples")
+            time.sleep(_POLL_SECONDS)
+        others = left
+    return captured
+
+
+def _committed(url: str, spec: StoreSpec) -> frozenset[str]:
+    with StoreReader(url, spec) as reader:
+        return reader.sample_ids()
+
+
+def capture_sample(target: Target, sample: PreparedSample, *, top_k: int | None = None) -> TargetStates:
+    """The target's states of one prepared sample. Raises InputError as Target.capture."""
+    mask = torch.from_numpy(np.array(sample.loss_mask))
+    return target.capture(
+        torch.from_numpy(np.array(sample.token_ids, dtype=np.int64)),
+        target_rows=target_rows(mask, [len(mask)]),
+        sample_id=sample.sample_id,
+        top_k=top_k,
+    )
 
 
 def to_stored(sample: PreparedSample, states: TargetStates) -> Sample:
     """The store speaks numpy, which has no bfloat16: its bits travel as uint16."""
-    hidden_size = states.last_hidden.shape[1]
+    num_tokens, width = states.aux_hidden.shape
+    hidden, top = states.last_hidden, states.top_k
     return Sample(
         sample_id=sample.sample_id,
-        token_ids=np.asarray(sample.token_ids, dtype=np.int32),
-        loss_mask=np.asarray(sample.loss_mask, dtype=np.bool_),
-        aux_hidden=states.aux_hidden.view(torch.uint16).reshape(-1, 3, hidden_size).cpu().numpy(),
-        last_hidden=states.last_hidden.view(torch.uint16).cpu().numpy(),
+        token_ids=np.array(sample.token_ids, dtype=np.int32),
+        loss_mask=np.array(sample.loss_mask, dtype=np.bool_),
+        aux_hidden=states.aux_hidden.view(torch.uint16).reshape(num_tokens, 3, width // 3).cpu().numpy(),
         target_argmax=states.target_argmax.cpu().numpy(),
         target_lse=states.target_lse.cpu().numpy(),
+        last_hidden=None if hidden is None else hidden.view(torch.uint16).cpu().numpy(),
+        top_k=None if top is None else TopK(top.ids.cpu().numpy(), top.log_probabilities.cpu().numpy()),
     )

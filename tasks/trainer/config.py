@@ -7,11 +7,25 @@ was misspelt. Files and `--set` come in through recipe.py; the flow's parameters
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tasks.trainer.config_states import HiddenStates, Offline, Online, stored_encoding
+
+__all__ = [
+    "Data",
+    "Draft",
+    "Evaluate",
+    "HiddenStates",
+    "Offline",
+    "Online",
+    "RunConfig",
+    "Target",
+    "Train",
+    "identity_fields",
+]
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -92,90 +106,6 @@ class Data(_Group):
         description="For chat templates that print today's date: a fixed one, so that tomorrow the same conversation "
         "still is the same sample.",
     )
-
-
-class Online(BaseModel):
-    """The target runs beside the draft in every step. Nothing is stored."""
-
-    model_config = ConfigDict(frozen=True, title="Online")
-
-    mode: Literal["online"] = Field("online", title="Mode", json_schema_extra={"enum": ["online"]})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_sibling_keys(cls, values: Any) -> Any:
-        return _own_keys(cls, values)
-
-
-class Offline(BaseModel):
-    """The target's hidden states are captured once into a Zarr store; training reads the store."""
-
-    model_config = ConfigDict(frozen=True, title="Offline")
-
-    mode: Literal["offline"] = Field("offline", title="Mode", json_schema_extra={"enum": ["offline"]})
-    store_url: str = Field(
-        "runs/store",
-        title="Store",
-        description="Folder, file:// or memory:// URL of the hidden-state store. Runs share it.",
-    )
-    codec: Literal["lossless", "raw"] = Field(
-        "lossless", title="Codec", description="lossless: shuffled and zstd-compressed bfloat16. raw: uncompressed."
-    )
-    chunk_tokens: int = Field(
-        512, ge=16, title="Chunk (tokens)", description="Unit of compression along the token axis."
-    )
-    shard_tokens: int = Field(
-        2048, ge=16, title="Shard (tokens)", description="Unit of writing; a multiple of the chunk."
-    )
-    on_missing: Literal["capture", "refuse"] = Field(
-        "capture",
-        title="Missing samples",
-        description="capture what the store lacks, or refuse the run and say what the store holds.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_sibling_keys(cls, values: Any) -> Any:
-        return _own_keys(cls, values)
-
-    @model_validator(mode="after")
-    def _check_shard(self) -> Offline:
-        if self.shard_tokens % self.chunk_tokens:
-            raise ValueError(
-                f"shard_tokens={self.shard_tokens} is not a multiple of chunk_tokens={self.chunk_tokens}; "
-                f"use {self.chunk_tokens * max(1, round(self.shard_tokens / self.chunk_tokens))}"
-            )
-        return self
-
-
-HiddenStates = Annotated[Online | Offline, Field(discriminator="mode")]
-
-
-def _own_keys(cls: type[BaseModel], values: Any) -> Any:
-    """Drop the sibling modes' keys, refuse all others that are not ours.
-
-    Prefect's form leaks the keys of the tab that was open before into the value, so `extra="forbid"` would refuse a
-    form filled correctly, and `extra="ignore"` would swallow a misspelt key.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    siblings = {name for mode in modes().values() for name in mode.model_fields}
-    for key in values:
-        if key not in cls.model_fields and key not in siblings:
-            raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
-    return {key: value for key, value in values.items() if key in cls.model_fields}
-
-
-def modes() -> dict[str, type[BaseModel]]:
-    """The hidden-state modes by name."""
-    union = get_args(HiddenStates)[0]
-    return {mode.model_fields["mode"].default: mode for mode in get_args(union)}
-
-
-def nearest(key: str, names: Any) -> str:
-    """`; did you mean 'x'?` for an unknown key, or the list of what there is."""
-    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(names)}"
 
 
 class Draft(_Group):
@@ -348,13 +278,22 @@ class RunConfig(_Group):
             raise ValueError(
                 "data.heldout_fraction=0 without data.heldout_source leaves nothing to evaluate on; set one of them"
             )
+        encoding = stored_encoding(self.hidden_states)
+        if encoding is not None and encoding.last == "topk":
+            why = f"soft targets are the top {encoding.top_k} tokens (hidden_states.last=topk)"
+            if self.train.loss not in ("auto", "linear"):
+                raise ValueError(f"train.loss={self.train.loss}: {why}, which only train.loss=linear takes; use it")
+            if self.train.temperature != 1.0:
+                raise ValueError(
+                    f"train.temperature={self.train.temperature}: {why}, whose tail is known at temperature 1 only; "
+                    "use 1, or hidden_states.last=hidden"
+                )
         return self
 
 
 # These keys do not change what is trained: a run may be continued with other values.
 _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
     "data": frozenset({"regenerate_dir"}),
-    "hidden_states": frozenset({"store_url", "chunk_tokens", "shard_tokens", "on_missing", "codec"}),
     "train": frozenset({"checkpoint_every", "keep_checkpoints", "checkpointing", "mlp_chunk_rows", "compile"}),
 }
 
@@ -362,10 +301,16 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
 def identity_fields(config: RunConfig) -> dict[str, Any]:
     """The config's part of the run's identity: every field that changes the trained draft.
 
-    Where states are kept, how they are compressed without loss, how often checkpoints are written and what is computed
-    twice to save memory do not (beyond rounding): a run that ran out of memory continues with train.checkpointing.
+    Where states are kept, cached and compressed without loss, how often checkpoints are written and what is computed
+    twice to save memory do not (beyond rounding): a run that ran out of memory continues with train.checkpointing. What
+    a store loses does, a preset and the same steps by hand being the same; without a store, nothing is lost.
     """
-    dumped = config.model_dump(mode="json", exclude={"run_dir", "evaluate"})
+    dumped = config.model_dump(mode="json", exclude={"run_dir", "evaluate", "hidden_states"})
+    encoding = stored_encoding(config.hidden_states)
+    dumped["hidden_states"] = {"mode": config.hidden_states.mode}
+    if encoding is not None and not encoding.lossless:
+        lossy = ("aux_step", "last", "last_step", "top_k")
+        dumped["hidden_states"] |= {name: getattr(encoding, name) for name in lossy}
     for group, keys in _NOT_IDENTITY.items():
         for key in keys:
             dumped[group].pop(key, None)

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.trainer.config import RunConfig, modes, nearest
+from tasks.trainer.config import RunConfig
+from tasks.trainer.config_states import modes, nearest
 from tasks.trainer.errors import InputError
 
 
@@ -29,6 +30,15 @@ def load_config(values: Mapping[str, Any], *, where: str = "config") -> RunConfi
                 raise InputError(
                     f"{where}: hidden_states.{key} belongs to mode {other[0]}, but hidden_states.mode is "
                     f"{states.get('mode', 'online')}; remove the key or change the mode"
+                )
+        if states.get("mode", "online") == "online" and states.get("store_url") is None:
+            # A resolved config has them all, at their defaults.
+            fields = {k: f for k, f in modes()["online"].model_fields.items() if k not in ("mode", "store_budget_gb")}
+            unused = [key for key, value in states.items() if key in fields and value != fields[key].default]
+            if unused:
+                raise InputError(
+                    f"{where}: hidden_states.{unused[0]} is of a store, and this online run has none; set "
+                    "hidden_states.store_url, or hidden_states.mode=offline"
                 )
         if "mode" not in states:
             values = {**values, "hidden_states": {"mode": "online", **states}}
@@ -109,9 +119,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if isinstance(value, str):
         value = _as_number(value)
     if key == "hidden_states.mode" and node.get("mode", "online") != value and value in modes():
-        # The mode was changed on purpose: the recipe's keys of the other mode have no meaning any more.
-        for stale in [k for k in node if k not in modes()[value].model_fields]:
-            del node[stale]
+        # The mode was changed on purpose: what the recipe says of the other mode, its store first of all, is not meant.
+        node.clear()
     node[name] = value
 
 

@@ -37,16 +37,27 @@ _LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What the draft learns from one document of T tokens.
+    """What the draft learns from one document of T tokens, R of them target rows (draft/alignment.py).
 
-    aux_hidden bfloat16 [T, 3D]: outputs of three decoder layers, low to high. last_hidden bfloat16 [T, D]: after the
-    final norm. target_argmax int32 [T], target_lse float32 [T]: over the target's full vocabulary.
+    aux_hidden bfloat16 [T, 3D]: outputs of three decoder layers, low to high. Of the target rows: target_argmax int32
+    [R] and target_lse float32 [R] over the target's full vocabulary, and the distribution itself, one of last_hidden
+    bfloat16 [R, D], after the final norm, and top_k.
     """
 
     aux_hidden: Tensor
-    last_hidden: Tensor
     target_argmax: Tensor
     target_lse: Tensor
+    last_hidden: Tensor | None = None
+    top_k: TopTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The k most probable tokens of R rows: ids int32 [R, k] of the target's vocabulary, each once a row;
+    log_probabilities float32 [R, k] over its full vocabulary."""
+
+    ids: Tensor
+    log_probabilities: Tensor
 
 
 class Target:
@@ -160,20 +171,26 @@ class Target:
         )
 
     @torch.no_grad()
-    def capture(self, token_ids: Tensor, *, sample_id: str) -> TargetStates:
-        """The states of one document, token_ids int64 [T]. Raises InputError with the sample's id on NaN or Inf."""
+    def capture(
+        self, token_ids: Tensor, *, target_rows: Tensor, sample_id: str, top_k: int | None = None
+    ) -> TargetStates:
+        """The states of one document, token_ids int64 [T].
+
+        target_rows int64 [R], ascending: the rows that are soft targets; only they go through the head. top_k: keep
+        that many tokens of each in place of last_hidden. Raises InputError with the sample's id on NaN or Inf.
+        """
         with self._collect() as collected:
             output = self._decoder(input_ids=token_ids[None].to(self.device), use_cache=False)
         aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1).to(torch.bfloat16)
-        last_hidden = output.last_hidden_state[0].to(torch.bfloat16)
+        last_hidden = output.last_hidden_state[0][target_rows.to(self.device)].to(torch.bfloat16)
         for name, states in (("auxiliary hidden states", aux_hidden), ("last hidden state", last_hidden)):
             if not torch.isfinite(states).all():
                 raise InputError(
                     f"sample {sample_id}: the target's {name} hold NaN or Inf in {self.dtype}; try another "
                     "target.dtype, or remove the sample"
                 )
-        argmax, lse = head_statistics(last_hidden.to(self.dtype), self.head)
-        return TargetStates(aux_hidden, last_hidden, argmax, lse)
+        argmax, lse, top = head_statistics(last_hidden.to(self.dtype), self.head, top_k=top_k)
+        return TargetStates(aux_hidden, argmax, lse, last_hidden=None if top else last_hidden, top_k=top)
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
@@ -202,19 +219,28 @@ class Target:
                 handle.remove()
 
 
-def head_statistics(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax int32 [T] and log-sum-exp float32 [T] of head(last_hidden) over the full vocabulary, in chunks of rows.
+def head_statistics(
+    last_hidden: Tensor, head: Tensor, *, top_k: int | None = None
+) -> tuple[Tensor, Tensor, TopTokens | None]:
+    """Argmax int32 [R] and log-sum-exp float32 [R] of head(last_hidden) over the full vocabulary, in chunks of rows,
+    and the top_k most probable tokens if asked for.
 
-    last_hidden [T, D], head [V, D] in the target's dtype: the logits are rounded as the served target rounds them.
+    last_hidden [R, D], head [V, D] in the target's dtype: the logits are rounded as the served target rounds them.
     """
-    argmax, lse = [], []
+    argmax, lse, ids, log_probabilities = [], [], [], []
     for rows in last_hidden.split(HEAD_CHUNK_ROWS):
         logits = (rows @ head.T).float()
         # Of equal logits the first index. In place: on the CPU each pass over [rows, V] counts.
         maximum, index = logits.max(-1)
         argmax.append(index.to(torch.int32))
+        if top_k is not None:
+            values, tokens = logits.topk(min(top_k, head.shape[0]), dim=-1)
+            ids.append(tokens.to(torch.int32))
         lse.append(maximum + logits.sub_(maximum[:, None]).exp_().sum(-1).log_())
-    return torch.cat(argmax), torch.cat(lse)
+        if top_k is not None:
+            log_probabilities.append(values - lse[-1][:, None])
+    top = None if top_k is None else TopTokens(torch.cat(ids), torch.cat(log_probabilities))
+    return torch.cat(argmax), torch.cat(lse), top
 
 
 def decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

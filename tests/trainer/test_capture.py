@@ -14,7 +14,8 @@ import pytest
 
 from storage.errors import StoreError
 from storage.reader import StoreReader
-from tasks.trainer.capture import store_spec
+from storage.writer import StoreWriter
+from tasks.trainer.capture import capture_sample, store_spec, to_stored
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
@@ -46,8 +47,12 @@ def test_only_what_is_missing_is_captured(
 ) -> None:
     """Red when a second run computes again what the store holds, or loads a target for nothing."""
     store = offline(tmp_path / "store")
-    first = run_stage("capture", prepare(recipe_values("first", hidden_states=store)), silent)
+    notes: list[str] = []
+    run = prepare(recipe_values("first", hidden_states=store))
+    first = run_stage("capture", run, lambda done, total, note="": notes.append(note))
     assert first["captured_samples"] == first["store_samples"] > 0
+    assert (first["preset"], first["ratio"]) == ("near", first["raw_bytes"] / first["stored_bytes"])
+    assert all("tokens/s" in note and "MB stored" in note for note in notes)
     monkeypatch.setattr(Target, "load", lambda *a, **k: pytest.fail("the target was loaded for nothing"))
     again = run_stage("capture", prepare(recipe_values("second", hidden_states=store, train={"seed": 5})), silent)
     assert again["captured_samples"] == 0
@@ -82,6 +87,57 @@ def test_kill_9_during_capture(recipe_values: Values, tmp_path: Path) -> None:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
+def test_two_captures_share_the_work(recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a capture computes what another one has claimed, or returns before those samples are there."""
+    store = offline(tmp_path / "store")
+    run = prepare(recipe_values("one", hidden_states=store))
+    config, prepared = run.config(), run.receipt("prepare")
+    assert prepared is not None
+    data = PreparedData.open(run.train_data)
+    target = Target.of(config.target, device="cpu")
+    theirs = [data[number] for number in range(3)]
+    with StoreWriter(str(tmp_path / "store"), store_spec(config, prepared)) as other:
+        other.claim(sample.sample_id for sample in theirs)
+        computed: list[str] = []
+        original = Target.capture
+
+        def counting(self: Target, token_ids: Any, *, sample_id: str, **options: Any) -> Any:
+            computed.append(sample_id)
+            return original(self, token_ids, sample_id=sample_id, **options)
+
+        def meanwhile(seconds: float) -> None:
+            """The other writer does its part while ours sleeps."""
+            monkeypatch.undo()
+            for sample in theirs:
+                other.write(to_stored(sample, capture_sample(target, sample)))
+            other.flush()
+
+        monkeypatch.setattr(Target, "capture", counting)
+        monkeypatch.setattr("tasks.trainer.capture.time.sleep", meanwhile)
+        receipt = run_stage("capture", run, silent)
+    assert len(computed) == receipt["captured_samples"] == len(data) - 3
+    assert not {sample.sample_id for sample in theirs} & set(computed)
+    assert receipt["store_samples"] == len(data)
+
+
+@pytest.mark.parametrize("changes", [{"preset": "tiny", "top_k": 16}, {"preset": "lossless"}])
+def test_other_encodings_are_captured(changes: dict[str, Any], recipe_values: Values, tmp_path: Path) -> None:
+    """Red when the store's encoding does not decide what the target keeps of its distribution."""
+    run = prepare(recipe_values(hidden_states=offline(tmp_path / "store", **changes)))
+    run_stage("capture", run, silent)
+    sample = PreparedData.open(run.train_data)[0]
+    stored = reader(run).read(sample.sample_id)
+    states = to_stored(sample, capture_sample(Target.of(run.config().target, device="cpu"), sample, top_k=16))
+    if changes["preset"] == "lossless":
+        assert stored.top_k is None
+        assert np.array_equal(stored.aux_hidden, states.aux_hidden)
+    else:
+        assert stored.last_hidden is None
+        assert stored.top_k is not None
+        assert states.top_k is not None
+        assert np.array_equal(stored.top_k.ids, np.sort(states.top_k.ids, axis=1))
+
+
 def test_refuse_explains_what_the_store_holds_instead(recipe_values: Values, tmp_path: Path) -> None:
     """Red when states of another target or of other layers are trained on, or the error does not say whose they are."""
     store = tmp_path / "store"
@@ -102,11 +158,16 @@ def test_refuse_explains_what_the_store_holds_instead(recipe_values: Values, tmp
 
 
 def test_a_store_is_never_mixed_with_another_layout(recipe_values: Values, tmp_path: Path) -> None:
-    """Red when raw samples are written among lossless ones under one spec."""
+    """Red when samples of one encoding are written among those of another under one spec."""
     store = tmp_path / "store"
     run = prepare(recipe_values("first", hidden_states=offline(store)))
     run_stage("capture", run, silent)
-    raw = prepare(recipe_values("raw", hidden_states=offline(store, codec="raw")))
-    with pytest.raises(StoreError, match="codec"):
-        run_stage("capture", raw, silent)
+    for name, changes in {
+        "raw": {"codec": "raw"},
+        "coarse": {"aux_step": 0.3},
+        "shards": {"shard_tokens": 2048},
+    }.items():
+        other = prepare(recipe_values(name, hidden_states=offline(store, **changes)))
+        with pytest.raises(StoreError, match=next(iter(changes))):
+            run_stage("capture", other, silent)
     assert reader(run).sample_ids() == {sample.sample_id for sample in PreparedData.open(run.train_data)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tasks.trainer.config import HiddenStates, Offline, Online, RunConfig, identity_fields
+from storage.presets import PRESETS, Encoding
+from tasks.trainer.config import HiddenStates, Online, RunConfig, identity_fields
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import dump_config, load_config, read_config
 
@@ -29,8 +31,19 @@ def refused(**changes: Any) -> str:
         ({"train": {"stpes": 3}}, ["'train.stpes'", "did you mean 'steps'"]),
         ({"tarin": {}}, ["'tarin'", "did you mean 'train'"]),
         ({"hidden_states": {"mode": "offline", "store_ulr": "x"}}, ["'store_ulr'", "did you mean 'store_url'"]),
-        ({"hidden_states": {"mode": "online", "store_url": "x"}}, ["hidden_states.store_url", "offline"]),
-        ({"hidden_states": {"store_url": "x"}}, ["hidden_states.store_url", "offline"]),
+        ({"hidden_states": {"mode": "online", "on_missing": "refuse"}}, ["hidden_states.on_missing", "offline"]),
+        ({"hidden_states": {"cache_dir": "x"}}, ["hidden_states.cache_dir", "offline"]),
+        ({"hidden_states": {"preset": "tiny"}}, ["hidden_states.preset", "store_url"]),
+        ({"hidden_states": {"store_budget_gb": 5}}, ["store_budget_gb=5.0", "store_url"]),
+        ({"hidden_states": {"mode": "offline", "preset": "tiniest"}}, ["hidden_states.preset='tiniest'", "lossless"]),
+        ({"hidden_states": {"mode": "offline", "aux_step": 99}}, ["preset=near", "aux_step 99", "0.00"]),
+        ({"hidden_states": {"mode": "offline", "top_k": 8}}, ["top_k 8", "last=topk"]),
+        ({"hidden_states": {"mode": "offline", "preset": "tiny", "last_step": 0.1}}, ["last_step 0.1", "last is topk"]),
+        ({"hidden_states": {"mode": "offline", "codec": "zstd", "level": 99}}, ["level 99", "1 to 19"]),
+        ({"hidden_states": {"mode": "offline", "codec": "lossless"}}, ["hidden_states.codec='lossless'", "blosc"]),
+        ({"hidden_states": {"store_url": "x", "preset": "tiny"}, "train": {"loss": "torch"}}, ["loss=torch", "linear"]),
+        ({"hidden_states": {"store_url": "x", "last": "topk"}, "train": {"temperature": 2.0}},
+         ["temperature=2.0", "last=hidden"]),
         ({"hidden_states": {"mode": "offlien"}}, ["hidden_states", "offlien", "offline"]),
         ({"train": {"steps": 0}}, ["train.steps=0", "greater"]),
         ({"train": {"steps": "many"}}, ["train.steps='many'", "integer"]),
@@ -53,9 +66,11 @@ def test_faults_name_the_key_and_the_way_out(changes: dict[str, Any], parts: lis
 
 
 def test_form_values_with_leaked_sibling_keys_pass_but_typos_do_not() -> None:
-    """Red when the form's leaked keys of the other tab refuse a run, or a misspelt key is swallowed."""
-    config = RunConfig.model_validate({**BASE, "hidden_states": {"mode": "online", "store_url": "left over"}})
-    assert config.hidden_states == Online()
+    """Red when the form's leaked keys of the other tab refuse a run, or a misspelt key is swallowed. What both tabs
+    have is shown on both, and kept."""
+    leaked = {"mode": "online", "on_missing": "refuse", "cache_gb": 3, "preset": "small"}
+    config = RunConfig.model_validate({**BASE, "hidden_states": leaked})
+    assert config.hidden_states == Online(preset="small")
     with pytest.raises(ValueError, match="did you mean 'store_url'"):
         RunConfig.model_validate({**BASE, "hidden_states": {"mode": "offline", "store_urll": "x"}})
 
@@ -84,7 +99,11 @@ def test_every_option_is_documented_and_reachable_by_set(tmp_path: Path) -> None
     recipe = tmp_path / "recipe.yaml"
     for key, field in leaves(RunConfig.model_json_schema()):
         assert field.get("title"), key
-        offline = key.startswith("hidden_states.") and key.split(".")[1] in Offline.model_fields
+        name = key.split(".")[1]
+        of_states = key.startswith("hidden_states.")
+        offline = of_states and (
+            name not in Online.model_fields or Online.model_fields[name].default != field["default"]
+        )
         values = {**BASE, "hidden_states": {"mode": "offline" if offline else "online"}}
         recipe.write_text(yaml.safe_dump(values))
         if key in ("target.model", "data.source"):
@@ -98,7 +117,11 @@ def test_every_option_is_documented_and_reachable_by_set(tmp_path: Path) -> None
 def test_dump_reads_back_equal(tmp_path: Path) -> None:
     """Red when a resolved config.yaml does not give the same config again."""
     config = load_config(
-        {**BASE, "hidden_states": {"mode": "offline", "codec": "raw"}, "train": {"learning_rate": 3e-4}}
+        {
+            **BASE,
+            "hidden_states": {"mode": "offline", "codec": "raw", "aux_step": 0.0},
+            "train": {"learning_rate": 3e-4},
+        }
     )
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
@@ -140,7 +163,16 @@ def test_identity_ignores_what_does_not_change_the_draft() -> None:
     second = load_config(
         {
             **BASE,
-            "hidden_states": {"mode": "offline", "store_url": "b", "codec": "raw"},
+            "hidden_states": {
+                "mode": "offline",
+                "store_url": "b",
+                "codec": "raw",
+                "chunk_tokens": 256,
+                "cache_dir": "c",
+                "aux_step": 0.1,
+                "on_missing": "refuse",
+                "prefetch_gb": 2.0,
+            },
             "train": {"checkpoint_every": 7},
             "evaluate": {"num_prompts": 3},
             "run_dir": "elsewhere",
@@ -148,3 +180,49 @@ def test_identity_ignores_what_does_not_change_the_draft() -> None:
     )
     assert identity_fields(first) == identity_fields(second)
     assert identity_fields(first) != identity_fields(load_config({**BASE, "train": {"seed": 1}}))
+
+
+def test_identity_knows_what_a_store_loses() -> None:
+    """Red when a run continues on other numbers than it began on, or a lossless store makes online training another
+    run."""
+
+    def identity(**states: Any) -> Any:
+        return identity_fields(load_config({**BASE, "hidden_states": states}))
+
+    offline = {"mode": "offline"}
+    different = [
+        identity(),
+        identity(**offline),
+        identity(**offline, preset="lossless"),
+        identity(**offline, preset="compact"),
+        identity(**offline, aux_step=0.2),
+        identity(**offline, last="topk"),
+        identity(**offline, last="topk", top_k=64),
+        identity(store_url="x"),
+    ]
+    assert all(a != b for a, b in itertools.combinations(different, 2))
+    assert (
+        identity(store_url="x", preset="lossless") == identity(store_url="y", aux_step=0.0, last_step=0.0) == identity()
+    )
+    by_hand = {"aux_step": 0.3, "last_step": 0.1}
+    assert identity(**offline, preset="compact") == identity(**offline, **by_hand)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "offline"}, {"mode": "online", "store_url": "x"}])
+def test_presets_and_their_parts(mode: dict[str, Any]) -> None:
+    """Red when a part set by hand does not win over the preset, or changing the form of the target keeps the other
+    form's numbers."""
+
+    def encoding(**states: Any) -> Encoding:
+        return load_config({**BASE, "hidden_states": {**mode, **states}}).hidden_states.encoding()
+
+    assert encoding() == PRESETS["near"]
+    for name, preset in PRESETS.items():
+        assert encoding(preset=name) == preset
+    assert encoding(preset="compact", last="topk") == Encoding(aux_step=0.3, last="topk", top_k=256)
+    assert encoding(preset="tiny", top_k=8).top_k == 8
+    hidden = encoding(preset="tiny", last="hidden")
+    assert (hidden.last_step, hidden.top_k, hidden.codec) == (0.05, None, "zstd")
+    assert encoding(aux_step=0.0, last_step=0.0).lossless
+    assert encoding(codec="raw").level == 0
+    assert (encoding(codec="blosc", level=6).codec, encoding(codec="blosc", level=6).level) == ("blosc", 6)

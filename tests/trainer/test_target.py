@@ -38,18 +38,41 @@ def test_capture_equals_transformers(tied: bool, tmp_path: Path) -> None:
     """Red when a hook sits on the wrong layer (off by one), the last state lacks the final norm, or argmax/lse are not
     those of the full vocabulary."""
     target = load(write_target(tmp_path, tied=tied))
-    states = target.capture(IDS, sample_id="x")
+    rows = torch.tensor([0, 3, 4, len(IDS) - 1])
+    states = target.capture(IDS, target_rows=rows, sample_id="x")
     with torch.no_grad():
         output = target.model(IDS[None], output_hidden_states=True)
     expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.aux_layer_ids], -1)
     assert target.aux_layer_ids == (1, 3, 4)
     assert torch.equal(states.aux_hidden, expected)
-    assert torch.equal(states.last_hidden, output.hidden_states[-1][0])
-    logits = output.logits[0].float()
+    assert states.last_hidden is not None
+    assert torch.equal(states.last_hidden, output.hidden_states[-1][0, rows])
+    logits = output.logits[0, rows].float()
     assert torch.equal(states.target_argmax.long(), logits.argmax(-1))
     torch.testing.assert_close(states.target_lse, logits.logsumexp(-1))
     assert {states.aux_hidden.dtype, states.last_hidden.dtype} == {torch.bfloat16}
     assert states.target_argmax.dtype == torch.int32
+
+
+def test_top_tokens_are_the_most_probable(target_folder: Path) -> None:
+    """Red when log-probabilities are over the k tokens alone, ids are not of the full vocabulary, or the last hidden
+    state travels beside them."""
+    target = load(target_folder)
+    rows = torch.tensor([2, 5, 7])
+    states = target.capture(IDS, target_rows=rows, sample_id="x", top_k=20)
+    with torch.no_grad():
+        logits = target.model(IDS[None]).logits[0, rows].float()
+    assert states.last_hidden is None
+    assert states.top_k is not None
+    assert (states.top_k.ids.dtype, states.top_k.ids.shape) == (torch.int32, (3, 20))
+    expected = logits.log_softmax(-1).gather(1, states.top_k.ids.long())
+    torch.testing.assert_close(states.top_k.log_probabilities, expected)
+    assert torch.equal(states.top_k.ids[:, 0], states.target_argmax)
+    others = logits.scatter(1, states.top_k.ids.long(), float("-inf"))
+    assert bool((others.max(-1).values <= logits.gather(1, states.top_k.ids.long()).min(-1).values).all())
+    none = target.capture(IDS, target_rows=torch.arange(0), sample_id="x", top_k=20)
+    assert none.top_k is not None
+    assert none.top_k.ids.shape == (0, 20)
 
 
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -75,10 +98,11 @@ def test_capture_of_other_families(family: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**sizes, **ARCHITECTURES[family]})
     target = Target(AutoModelForCausalLM.from_config(config).to(torch.bfloat16), None, name=family)
-    states = target.capture(IDS, sample_id="x")
+    states = target.capture(IDS, target_rows=torch.arange(len(IDS)), sample_id="x")
     with torch.no_grad():
         output = target.model(IDS[None], output_hidden_states=True)
     assert torch.equal(states.aux_hidden, torch.cat([output.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1))
+    assert states.last_hidden is not None
     assert torch.equal(states.last_hidden, output.hidden_states[-1][0])
     assert torch.equal(states.target_argmax.long(), output.logits[0].float().argmax(-1))
     shape = draft_shape(target.config, Draft(), vocab_size=100, target_vocab_size=300, aux_layer_ids=(1, 3, 4))
@@ -154,7 +178,7 @@ def test_nan_is_refused_with_the_samples_id(target_folder: Path) -> None:
     target = load(target_folder)
     torch.nn.init.constant_(target.model.model.layers[3].mlp.down_proj.weight, float("nan"))
     with pytest.raises(InputError, match=r"sample 0123: .*NaN"):
-        target.capture(IDS, sample_id="0123")
+        target.capture(IDS, target_rows=torch.tensor([2]), sample_id="0123")
 
 
 def test_too_few_layers(tmp_path: Path) -> None:

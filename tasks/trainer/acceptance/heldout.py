@@ -11,8 +11,8 @@ from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.progress import Progress
-from tasks.trainer.train.batches import StatesSource, assemble
 from tasks.trainer.train.metrics import Sums
+from tasks.trainer.train.sources import StatesSource
 
 
 @torch.no_grad()
@@ -29,8 +29,7 @@ def heldout_metrics(
     """step_losses, acc, alpha by depth and simulated tau over all documents; head [Vd, D] as in training."""
     sums = Sums(ttt_steps)
     draft_ids = draft.draft_ids()
-    for done, sample in enumerate(data, start=1):
-        batch = assemble([sample], source).to(str(head.device))
+    for done, batch in enumerate(source.batches([sample] for sample in data), start=1):
         # Weight 1: the sums of row losses are wanted, not a training loss.
         unrolled = unroll(
             draft,

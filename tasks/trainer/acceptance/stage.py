@@ -20,8 +20,8 @@ from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.train import checkpoint
-from tasks.trainer.train.batches import OnlineSource
 from tasks.trainer.train.computation import evaluation_computation
+from tasks.trainer.train.sources import OnlineSource
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
     computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=found.shape.head_dim)
     heldout = heldout_metrics(
         draft,
-        OnlineSource(target),
+        OnlineSource(target, device=device),
         data,
         head=target.head[draft.target_ids],
         ttt_steps=config.train.ttt_steps,

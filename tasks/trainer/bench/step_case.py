@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.bench import layouts
 from tasks.trainer.config import Train
-from tasks.trainer.draft.alignment import count_rows
+from tasks.trainer.draft.alignment import count_rows, target_rows
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, Objective
 from tasks.trainer.train.batches import Batch
@@ -107,29 +107,31 @@ def make_batch(settings: dict[str, Any], device: torch.device) -> Batch:
     place = device if settings["states"] == "device" else torch.device("cpu")
     generator = torch.Generator(device=device).manual_seed(1)
 
-    def states(width: int) -> Tensor:
-        made = torch.empty(tokens, width, dtype=torch.bfloat16, device=place)
+    def states(num_rows: int, width: int) -> Tensor:
+        made = torch.empty(num_rows, width, dtype=torch.bfloat16, device=place)
         for rows in made.split(_CHUNK):  # random numbers from the device, in pieces that it has room for
             rows.copy_(
                 torch.empty(rows.shape, dtype=torch.bfloat16, device=device).uniform_(-1, 1, generator=generator)
             )
         return made
 
-    def integers(high: int) -> Tensor:
-        return torch.randint(high, (tokens,), device=device, generator=generator).to(place)
+    def integers(num_rows: int, high: int) -> Tensor:
+        return torch.randint(high, (num_rows,), device=device, generator=generator).to(place)
 
     mask = torch.zeros(tokens, dtype=torch.bool)
     for start, end in layouts.supervised_spans(tokens, settings["layout"]):
         mask[start:end] = True
+    rows = target_rows(mask, [tokens])
     return Batch(
         sample_ids=("random",),
         document_lengths=(tokens,),
-        token_ids=integers(settings["target_vocab_size"]),
+        token_ids=integers(tokens, settings["target_vocab_size"]),
         loss_mask=mask,
-        aux_hidden=states(3 * size),
-        last_hidden=states(size),
-        target_argmax=integers(settings["target_vocab_size"]).int(),
-        target_lse=torch.full((tokens,), math.log(settings["target_vocab_size"]) + 1.0, device=place),
+        aux_hidden=states(tokens, 3 * size),
+        target_rows=rows,
+        target_argmax=integers(len(rows), settings["target_vocab_size"]).int(),
+        target_lse=torch.full((len(rows),), math.log(settings["target_vocab_size"]) + 1.0, device=place),
+        last_hidden=states(len(rows), size),
     )
 
 

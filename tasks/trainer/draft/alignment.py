@@ -11,6 +11,9 @@ One document, tokens x[0..T-1]; row p at TTT step k:
     step 0 reads   b         c      d      e     predicts  c  d  e  f
     step 1 reads   c         d      e      .               d  e  f  .
 
+The rows that any step reads as soft targets are the *target rows*: those of step 0, for the later steps read some of
+the same. Nothing else of the target's last state is captured, stored or projected.
+
 A row that counts at one step is *active*. A row that counts at none serves the others through its step-0 key and value
 only, so queries, output projection, MLP, later steps and head can leave it out: the loss and all gradients are the
 same. Everything here is made on the host from masks, before any forward, so that no step waits for the device.
@@ -69,6 +72,14 @@ def align(loss_mask: Tensor, document_lengths: Sequence[int], ttt_steps: int) ->
 def count_rows(loss_mask: Tensor, document_lengths: Sequence[int], ttt_steps: int) -> Tensor:
     """N_k, int64 [K]: rows that count at each step. Known from masks alone, before any forward."""
     return align(loss_mask, document_lengths, ttt_steps).counts.sum(1)
+
+
+def target_rows(loss_mask: Tensor, document_lengths: Sequence[int]) -> Tensor:
+    """int64 [R], ascending, on the host: the rows q whose distribution is a soft target of some step; R is N_0.
+
+    q is not its document's first row, and x[q] and x[q+1] are supervised and of one document.
+    """
+    return align(loss_mask, document_lengths, 1).counts[0].nonzero().flatten() + 1
 
 
 def active_runs(

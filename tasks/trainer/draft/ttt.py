@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from kernels.linear_soft_target_loss import HiddenTargets, linear_soft_target_loss
+from kernels.linear_soft_target_loss import HiddenTargets, TopKTargets, linear_soft_target_loss
 from kernels.soft_target_loss import soft_target_loss
 from kernels.ttt_attention import ttt_attention
 from tasks.trainer.draft.alignment import Alignment, active_runs, align
@@ -185,11 +185,8 @@ def unroll(
     objective = objective or Objective()
     alignment = align(batch.loss_mask, batch.document_lengths, ttt_steps)
     runs = active_runs(alignment.counts, batch.document_lengths)
-    rows, target_rows, needed = _rows_of_steps(alignment, runs)
-    last_hidden = batch.last_hidden if needed is None else batch.last_hidden[_moved(needed, device)]
-    of_needed = slice(None) if needed is None else _moved(needed, device)
-    target_index = draft_ids[batch.target_argmax[of_needed].long()]
-    target_lse = batch.target_lse[of_needed]
+    rows, target_rows = _rows_of_steps(alignment, runs, batch.target_rows)
+    target_index = draft_ids[batch.target_argmax.long()]
     hidden = list(
         _normed(
             draft,
@@ -208,11 +205,11 @@ def unroll(
     losses = (_linear_losses if computation.loss == "linear" else _losses_from_logits)(
         draft,
         hidden,
-        HiddenTargets(last_hidden=last_hidden, head=head),
+        _targets(batch, head, draft_ids),
         rows_on_device,
         [_moved(index, device) for index in target_rows],
         target_index,
-        target_lse,
+        batch.target_lse,
         row_weight,
         computation,
         objective,
@@ -237,25 +234,31 @@ def unroll(
 
 
 def _rows_of_steps(
-    alignment: Alignment, runs: Sequence[tuple[int, int]]
-) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """The rows that count at each step, as numbers among the computed rows; their soft targets' rows; and which rows of
-    last_hidden those are numbers in (None: in all of them). int64, ascending, on the host."""
+    alignment: Alignment, runs: Sequence[tuple[int, int]], target_rows: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows that count at each step, as numbers among the computed rows, and their soft targets, as numbers among
+    the target rows. int64, ascending, on the host."""
     num_tokens = alignment.positions.shape[0]
-    computed, needed = torch.zeros(2, num_tokens, dtype=torch.bool)
+    computed = torch.zeros(num_tokens, dtype=torch.bool)
     for start, end in runs:
         computed[start:end] = True
     number = computed.cumsum(0) - 1
     counting = [of_step.nonzero().flatten() for of_step in alignment.counts]
-    rows = [number[index] for index in counting]
-    target_rows = [shifted[index] for shifted, index in zip(alignment.shifted, counting, strict=True)]
-    for index in target_rows:
-        needed[index] = True
-    used = needed.nonzero().flatten()
-    if 8 * used.shape[0] >= 7 * num_tokens:  # not worth a copy
-        return rows, target_rows, None
-    number = needed.cumsum(0) - 1
-    return rows, [number[index] for index in target_rows], used
+    assert torch.equal(counting[0] + 1, target_rows), "the batch's target rows are not those of its mask"
+    target_number = torch.empty(num_tokens, dtype=torch.int64)
+    target_number[target_rows] = torch.arange(target_rows.shape[0])
+    return (
+        [number[index] for index in counting],
+        [target_number[shifted[index]] for shifted, index in zip(alignment.shifted, counting, strict=True)],
+    )
+
+
+def _targets(batch: Batch, head: Tensor, draft_ids: Tensor) -> HiddenTargets | TopKTargets:
+    """The soft targets as the loss takes them: stored tokens as draft-vocabulary indices."""
+    if batch.last_hidden is not None:
+        return HiddenTargets(last_hidden=batch.last_hidden, head=head)
+    assert batch.top_k is not None
+    return TopKTargets(index=draft_ids[batch.top_k.ids.long()], log_probability=batch.top_k.log_probabilities)
 
 
 def _normed(draft: Eagle3Draft, outputs: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -269,7 +272,7 @@ _Losses = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
 def _linear_losses(
     draft: Eagle3Draft,
     hidden: list[Tensor],
-    targets: HiddenTargets,
+    targets: HiddenTargets | TopKTargets,
     rows: Sequence[Tensor],
     target_rows: Sequence[Tensor],
     target_index: Tensor,
@@ -303,7 +306,7 @@ def _linear_losses(
 def _losses_from_logits(
     draft: Eagle3Draft,
     hidden: list[Tensor],
-    targets: HiddenTargets,
+    targets: HiddenTargets | TopKTargets,
     rows: Sequence[Tensor],
     target_rows: Sequence[Tensor],
     target_index: Tensor,
@@ -314,6 +317,8 @@ def _losses_from_logits(
     draft_head: Tensor | None,
 ) -> _Losses:
     assert draft_head is None, "only the linear loss takes the head's master"
+    if isinstance(targets, TopKTargets):
+        raise ValueError(f"train.loss={computation.loss} reads last hidden states, not top-k tokens; use linear")
     # The soft targets of all steps are the same rows shifted, so they are projected once.
     with torch.no_grad():
         target_logits = targets.last_hidden.to(targets.head.dtype) @ targets.head.T

@@ -1,31 +1,32 @@
-"""From prepared samples to batches: deterministic packs, and the one place where online and offline differ.
+"""Batches, and which samples are in each: deterministic packs of whole documents.
 
 A batch is one row of whole documents. Packs are filled in shuffled order, next-fit: simple and deterministic from
-(seed, epoch); the price is a few percent of unfilled tokens, which cost nothing because rows are not padded.
+(seed, epoch); the price is a few percent of unfilled tokens, which cost nothing because rows are not padded. Where the
+states come from is the business of sources.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from storage.reader import StoreReader
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
-from tasks.trainer.target import Target, TargetStates
+from tasks.trainer.draft.alignment import target_rows
+from tasks.trainer.target import TargetStates, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One packed row of whole documents, T tokens; the mask stays on the host, all else is on one device.
+    """One packed row of whole documents, T tokens, R target rows; masks and rows stay on the host, all else is on one
+    device.
 
     token_ids int64 [T]; loss_mask bool [T], from which every index is made before the forward (draft/alignment.py);
-    document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; last_hidden bfloat16 [T, D]; target_argmax int32 [T];
-    target_lse float32 [T].
+    document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; target_rows int64 [R]: ascending rows of the pack. Of these:
+    target_argmax int32 [R], target_lse float32 [R], and one of last_hidden bfloat16 [R, D] and top_k.
     """
 
     sample_ids: tuple[str, ...]
@@ -33,49 +34,19 @@ class Batch:
     token_ids: Tensor
     loss_mask: Tensor
     aux_hidden: Tensor
-    last_hidden: Tensor
+    target_rows: Tensor
     target_argmax: Tensor
     target_lse: Tensor
+    last_hidden: Tensor | None = None
+    top_k: TopTokens | None = None
 
     def to(self, device: str) -> Batch:
         """The same batch on another device."""
-        tensors = ("token_ids", "aux_hidden", "last_hidden", "target_argmax", "target_lse")
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
-
-
-class StatesSource(Protocol):
-    """Where the target's states of a sample come from."""
-
-    def states(self, sample: PreparedSample) -> TargetStates:
-        """The states of one sample, bfloat16."""
-        ...
-
-
-class OnlineSource:
-    """Runs the target on every sample, every time it is asked: no memory, no disk, one forward."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    def states(self, sample: PreparedSample) -> TargetStates:
-        token_ids = torch.from_numpy(np.array(sample.token_ids, dtype=np.int64))
-        return self._target.capture(token_ids, sample_id=sample.sample_id)
-
-
-class StoreSource:
-    """Reads captured states from a store: no target, checksums verified on each read."""
-
-    def __init__(self, reader: StoreReader) -> None:
-        self._reader = reader
-
-    def states(self, sample: PreparedSample) -> TargetStates:
-        stored = self._reader.read(sample.sample_id)
-        return TargetStates(
-            aux_hidden=torch.from_numpy(stored.aux_hidden).view(torch.bfloat16).flatten(1),
-            last_hidden=torch.from_numpy(stored.last_hidden).view(torch.bfloat16),
-            target_argmax=torch.from_numpy(stored.target_argmax),
-            target_lse=torch.from_numpy(stored.target_lse),
-        )
+        tensors = ("token_ids", "aux_hidden", "target_argmax", "target_lse")
+        moved = {name: getattr(self, name).to(device) for name in tensors}
+        last_hidden = None if self.last_hidden is None else self.last_hidden.to(device)
+        top_k = self.top_k and TopTokens(self.top_k.ids.to(device), self.top_k.log_probabilities.to(device))
+        return replace(self, **moved, last_hidden=last_hidden, top_k=top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +95,26 @@ class Packs:
             epoch, first = epoch + 1, 0
 
 
-def assemble(samples: Sequence[PreparedSample], source: StatesSource) -> Batch:
-    """Put whole documents one after another into a batch."""
-    states = [source.states(sample) for sample in samples]
+def assemble(samples: Sequence[PreparedSample], states: Sequence[TargetStates]) -> Batch:
+    """Put whole documents one after another into a batch; states: theirs, in the same order."""
+    lengths = tuple(len(sample.token_ids) for sample in samples)
+    loss_mask = torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]))
+    hidden = [s.last_hidden for s in states if s.last_hidden is not None]
+    top = [s.top_k for s in states if s.top_k is not None]
+    assert len(hidden) in (0, len(states)), "soft targets of two kinds in one pack"
     return Batch(
         sample_ids=tuple(sample.sample_id for sample in samples),
-        document_lengths=tuple(len(sample.token_ids) for sample in samples),
+        document_lengths=lengths,
         token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in samples]).astype(np.int64)),
-        loss_mask=torch.from_numpy(np.concatenate([s.loss_mask for s in samples])),
+        loss_mask=loss_mask,
         aux_hidden=torch.cat([s.aux_hidden for s in states]),
-        last_hidden=torch.cat([s.last_hidden for s in states]),
+        target_rows=target_rows(loss_mask, lengths),
         target_argmax=torch.cat([s.target_argmax for s in states]),
         target_lse=torch.cat([s.target_lse for s in states]),
+        last_hidden=torch.cat(hidden) if hidden else None,
+        top_k=TopTokens(torch.cat([t.ids for t in top]), torch.cat([t.log_probabilities for t in top]))
+        if top
+        else None,
     )
 
 

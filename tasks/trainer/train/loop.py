@@ -7,6 +7,7 @@ function of the step, so a killed run continues as if nothing had happened.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from tasks.trainer.draft.ttt import Computation, Objective, unroll
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.train import checkpoint
-from tasks.trainer.train.batches import Batch, Packs, Position, StatesSource, assemble, sample_lengths
+from tasks.trainer.train.batches import Batch, Packs, Position, sample_lengths
 from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
+from tasks.trainer.train.sources import StatesSource
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +82,18 @@ def train(
         step, position = found.step, found.position
         optimizer.restore(found.optimizer, step=step)
         logger.info("continuing after step %d of %d", step, settings.steps)
-    packs = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed).read_from(position)
+    order = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed)
+    packs = order.read_from(position)
+    # The same packs again for the source, which reads ahead, and not past the run's last.
+    coming = itertools.islice(order.read_from(position), (settings.steps - step) * settings.grad_accumulation)
     draft_ids = draft.draft_ids()
-    first_step, tokens, started = step, 0, time.monotonic()
+    first_step, tokens, data_wait, started = step, 0, 0.0, time.monotonic()
 
-    with MetricsFile(run.metrics, step=step) as metrics, _stop_on_sigterm() as stop:
+    with (
+        MetricsFile(run.metrics, step=step) as metrics,
+        _stop_on_sigterm() as stop,
+        closing(source.batches([data[number] for number in pack] for pack, _ in coming)) as batches,
+    ):
         while step < settings.steps:
             step_started = time.monotonic()
             group, position = _next_group(packs, settings.grad_accumulation)
@@ -92,8 +101,11 @@ def train(
             sums = Sums(settings.ttt_steps)
             objective = choose_objective(settings, metrics.last)
             learning_rate = optimizer.learning_rate
-            for pack in group:
-                batch = assemble([data[number] for number in pack], source).to(device)
+            waited, moved = -source.traffic.device_wait_s, -source.traffic.h2d_bytes
+            for _ in group:
+                asked = time.monotonic()
+                batch = next(batches)
+                waited += time.monotonic() - asked
                 train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective)
                 tokens += batch.token_ids.shape[0]
             norm = optimizer.step()
@@ -104,9 +116,12 @@ def train(
             summary = sums.summary()
             step_tokens = sum(len(data[number].token_ids) for pack in group for number in pack)
             seconds = time.monotonic() - step_started
+            waited += source.traffic.device_wait_s
+            moved += source.traffic.h2d_bytes
+            data_wait += waited
             metrics.write(
                 {"step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate, "tokens": step_tokens,
-                 "seconds": seconds, "epoch": position.epoch}
+                 "seconds": seconds, "data_wait_s": waited, "h2d_bytes": moved, "epoch": position.epoch}
             )  # fmt: skip
             tau = summary["tau"]
             progress(
@@ -130,6 +145,9 @@ def train(
         "continued_from": first_step,
         "tokens": tokens,
         "seconds": time.monotonic() - started,
+        "data_wait_s": data_wait,
+        "h2d_bytes": source.traffic.h2d_bytes,
+        "h2d_bytes_bf16": source.traffic.h2d_bytes_bf16,
         "attention": computation.attention,
         "loss": computation.loss,
         "dtype": str(dtype).removeprefix("torch."),

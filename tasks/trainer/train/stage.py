@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from storage.cache import ShardCache
+from storage.encoding import preset_name
 from storage.reader import StoreReader
-from tasks.trainer.capture import store_spec
+from storage.writer import StoreWriter
+from tasks.trainer.capture import store_figures, store_spec
 from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
@@ -18,8 +24,9 @@ from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_text import pick_dtype
-from tasks.trainer.train.batches import OnlineSource, StatesSource, StoreSource
+from tasks.trainer.train.batches import Packs
 from tasks.trainer.train.loop import train
+from tasks.trainer.train.sources import FillingSource, OnlineSource, StatesSource, StoreSource
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +39,6 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
     if device == "cuda" and config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
-    source: StatesSource
-    if isinstance(config.hidden_states, Offline):
-        source = StoreSource(StoreReader(config.hidden_states.store_url, store_spec(config, prepared)))
-    else:
-        source = OnlineSource(Target.of(config.target, device=device))
     vocabulary = Vocabulary.load(run.vocabulary)
     d2t, t2d = torch.from_numpy(vocabulary.d2t), torch.from_numpy(vocabulary.t2d)
     shape = draft_shape(
@@ -47,14 +49,61 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
         aux_layer_ids=tuple(prepared["aux_layer_ids"]),
     )
     draft = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
-    return train(
-        config,
-        run,
-        draft=draft,
-        head=ends.head[draft.target_ids.to(ends.head.device)],
-        data=PreparedData.open(run.train_data),
-        source=source,
-        device=device,
-        dtype=pick_dtype(config.train.dtype, device),
-        progress=progress,
-    )
+    data = PreparedData.open(run.train_data)
+    with _states_source(config, prepared, data, device) as source:
+        receipt = train(
+            config,
+            run,
+            draft=draft,
+            head=ends.head[draft.target_ids.to(ends.head.device)],
+            data=data,
+            source=source,
+            device=device,
+            dtype=pick_dtype(config.train.dtype, device),
+            progress=progress,
+        )
+    if isinstance(source, FillingSource):
+        states = config.hidden_states
+        assert states.store_url is not None
+        spec = store_spec(config, prepared)
+        receipt["store"] = {
+            "store_url": states.store_url,
+            "fingerprint": spec.fingerprint,
+            "preset": preset_name(spec.encoding),
+            "captured_samples": source.captured_samples,
+            **store_figures(states.store_url, spec),
+        }
+    return receipt
+
+
+@contextmanager
+def _states_source(
+    config: RunConfig, prepared: dict[str, Any], data: PreparedData, device: str
+) -> Iterator[StatesSource]:
+    """What the config's hidden_states chooses."""
+    states = config.hidden_states
+    if isinstance(states, Offline):
+        cache = states.cache_dir and ShardCache(Path(states.cache_dir), budget=int(states.cache_gb * 1e9))
+        with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
+            yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9))
+        return
+    target = Target.of(config.target, device=device)
+    if states.store_url is None:
+        yield OnlineSource(target, device=device)
+        return
+    budget = None if states.store_budget_gb is None else int(states.store_budget_gb * 1e9)
+    spec = store_spec(config, prepared)
+    with StoreWriter(
+        states.store_url, spec, byte_budget=budget, calibration_tokens=states.calibration_tokens
+    ) as writer:
+        source = FillingSource(target, writer, url=states.store_url, device=device)
+        order = Packs(data.lengths.tolist(), pack_tokens=config.train.pack_tokens, seed=config.train.seed)
+        source.calibrate(data[number] for pack in order.epoch(0) for number in pack)
+        with closing(source):
+            yield source
+        logger.info(
+            "store: %s samples through the target, %.3f GB%s",
+            source.captured_samples,
+            writer.stored_bytes / 1e9,
+            ", budget used up" if writer.full else "",
+        )

@@ -6,18 +6,20 @@ these very answers, so that rounds of every length occur.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.trainer.acceptance.decode import generate
+from tasks.trainer.capture import capture_sample
+from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.target import Target
+from tasks.trainer.train.batches import assemble
 
 VOCAB, MAX_NEW_TOKENS, TTT_STEPS = 64, 32, 4
 
@@ -82,23 +84,14 @@ def prompts() -> list[Tensor]:
 @pytest.fixture(scope="session")
 def trained(target: Target, prompts: list[Tensor]) -> Eagle3Draft:
     draft = make_draft(target)
-    documents, masks, states = [], [], []
+    documents, samples = [], []
     for prompt in prompts:
         answer = generate(target, prompt, max_new_tokens=MAX_NEW_TOKENS)
         documents.append(torch.cat((prompt, torch.tensor(answer))))
-        masks.append(torch.arange(len(documents[-1])) >= len(prompt))
-        states.append(target.capture(documents[-1], sample_id="tiny"))
-    lengths = tuple(len(document) for document in documents)
-    batch = SimpleNamespace(
-        token_ids=torch.cat(documents),
-        loss_mask=torch.cat(masks),
-        document_lengths=lengths,
-        aux_hidden=torch.cat([s.aux_hidden for s in states]),
-        last_hidden=torch.cat([s.last_hidden for s in states]),
-        target_argmax=torch.cat([s.target_argmax for s in states]),
-        target_lse=torch.cat([s.target_lse for s in states]),
-    )
-    rows = count_rows(batch.loss_mask, lengths, TTT_STEPS)
+        ids = documents[-1].numpy().astype(np.int32)
+        samples.append(PreparedSample("tiny", ids, np.arange(len(ids)) >= len(prompt)))
+    batch = assemble(samples, [capture_sample(target, sample) for sample in samples])
+    rows = count_rows(batch.loss_mask, batch.document_lengths, TTT_STEPS)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(150):
         unrolled = unroll(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.train.batches import Batch
 
@@ -50,18 +51,21 @@ def make_batch(loss_mask: torch.Tensor, lengths: Sequence[int], *, seed: int = 0
     generator = torch.Generator().manual_seed(seed)
     num_tokens = loss_mask.shape[0]
 
-    def states(width: int) -> torch.Tensor:
-        return torch.rand(num_tokens, width, generator=generator, dtype=torch.float64) - 0.5
+    rows = target_rows(loss_mask, lengths)
+
+    def states(num_rows: int, width: int) -> torch.Tensor:
+        return torch.rand(num_rows, width, generator=generator, dtype=torch.float64) - 0.5
 
     return Batch(
         sample_ids=tuple(str(number) for number in range(len(lengths))),
         document_lengths=tuple(lengths),
         token_ids=torch.randint(TARGET_VOCAB, (num_tokens,), generator=generator),
         loss_mask=loss_mask,
-        aux_hidden=states(3 * HIDDEN),
-        last_hidden=states(HIDDEN),
-        target_argmax=torch.randint(TARGET_VOCAB, (num_tokens,), generator=generator, dtype=torch.int32),
-        target_lse=torch.rand(num_tokens, generator=generator) + 5.0,
+        aux_hidden=states(num_tokens, 3 * HIDDEN),
+        target_rows=rows,
+        target_argmax=torch.randint(TARGET_VOCAB, (len(rows),), generator=generator, dtype=torch.int32),
+        target_lse=torch.rand(len(rows), generator=generator) + 5.0,
+        last_hidden=states(len(rows), HIDDEN),
     )
 
 

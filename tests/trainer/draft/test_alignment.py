@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from tasks.trainer.draft.alignment import active_runs, align
+from storage import schema
+from tasks.trainer.draft.alignment import active_runs, align, target_rows
 from tests.trainer.draft.conftest import masked
 
 
@@ -33,6 +34,25 @@ def test_nothing_supervised() -> None:
     """Red when no rows at all is a special case somewhere."""
     assert runs_of(masked((False, 9)), (4, 5), 100) == ()
     assert runs_of(masked((True, 1), (False, 1), (True, 1)), (3,), 100) == (), "single tokens train nothing"
+
+
+@pytest.mark.parametrize("ttt_steps", [1, 2, 7])
+def test_target_rows_are_what_the_steps_read(ttt_steps: int) -> None:
+    """Red when a row that a step reads as soft target is not captured, one is captured for nothing, or the store keeps
+    other rows than training reads."""
+    generator = torch.Generator().manual_seed(ttt_steps)
+    for _ in range(100):
+        lengths = torch.randint(0, 12, (4,), generator=generator).tolist()
+        mask = torch.rand(sum(lengths), generator=generator) < 0.7
+        alignment = align(mask, lengths, ttt_steps)
+        read = {int(row) for shifted, counts in zip(alignment.shifted, alignment.counts, strict=True)
+                for row in shifted[counts]}  # fmt: skip
+        rows = target_rows(mask, lengths)
+        assert rows.tolist() == sorted(read)
+        starts = itertools.accumulate(lengths, initial=0)
+        parts = zip(starts, mask.split(lengths), strict=False)
+        stored = [start + schema.target_rows(part.numpy()) for start, part in parts]
+        assert rows.tolist() == [int(row) for part in stored for row in part]
 
 
 @pytest.mark.parametrize("join", [0, 1, 4, 50])

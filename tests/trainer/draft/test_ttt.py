@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from tasks.trainer.draft.alignment import align, count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.layer import Memory, Pieces, compiled_pieces
 from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
+from tasks.trainer.target import TopTokens
 from tasks.trainer.train.batches import Batch
-from tests.trainer.draft.conftest import DRAFT_VOCAB, HIDDEN, make_batch, masked
+from tests.trainer.draft.conftest import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, make_batch, masked
 
 K = 4
 # fp64: the same sums in another order.
@@ -100,13 +102,17 @@ def test_row_losses_pair_the_rows_of_the_rule(name: str, draft: Eagle3Draft) -> 
         alignment=align(mask, lengths, K),
         computation=computation,
     )
+    assert batch.last_hidden is not None
+    place = {row: number for number, row in enumerate(batch.target_rows.tolist())}
     with torch.no_grad():
         for step, hidden in enumerate(outputs):
             for start, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
                 for row in range(start, end - 2 - step):
                     target = row + 1 + step
-                    if mask[row + 1 : row + 3 + step].all() and draft_ids[batch.target_argmax[target].long()] >= 0:
-                        p = (head @ batch.last_hidden[target]).softmax(-1)
+                    if not mask[row + 1 : row + 3 + step].all():
+                        continue
+                    if draft_ids[batch.target_argmax[place[target]].long()] >= 0:
+                        p = (head @ batch.last_hidden[place[target]]).softmax(-1)
                         sums[step] -= (p * draft.logits(hidden[row]).log_softmax(-1)).sum()
     assert sums.all()
     torch.testing.assert_close(found.loss_sums, sums, rtol=1e-6, atol=0)
@@ -156,6 +162,46 @@ def test_loss_backends_agree(name: str, draft: Eagle3Draft) -> None:
     batch = make_batch(*MASKS[name])
     expected = run(draft, batch, Computation(attention="fused", loss="torch"))
     assert_same(run(draft, batch, Computation(attention="fused", loss="linear")), expected)
+
+
+def with_top_k(batch: Batch, draft: Eagle3Draft, k: int) -> tuple[Batch, Batch]:
+    """The batch with the statistics of its last hidden states under one head over the whole vocabulary, and the same
+    with the k most probable tokens in place of the states. The head's rows of draft tokens are those of `run`."""
+    generator = torch.Generator().manual_seed(5)
+    full = torch.empty(TARGET_VOCAB, HIDDEN, dtype=torch.float64)
+    full[draft.target_ids] = torch.rand(DRAFT_VOCAB, HIDDEN, generator=generator, dtype=torch.float64) - 0.5
+    outside = draft.draft_ids() < 0
+    full[outside] = torch.rand(int(outside.sum()), HIDDEN, generator=generator, dtype=torch.float64) - 0.5
+    assert batch.last_hidden is not None
+    logits = batch.last_hidden @ full.T
+    lse = logits.logsumexp(-1)
+    hidden = replace(batch, target_argmax=logits.argmax(-1).int(), target_lse=lse.float())
+    values, ids = logits.topk(k)
+    return hidden, replace(hidden, last_hidden=None, top_k=TopTokens(ids.int(), values - lse[:, None]))
+
+
+@pytest.mark.parametrize("name", ["turns", "packed"])
+def test_top_k_targets_reach_the_loss(name: str, draft: Eagle3Draft) -> None:
+    """Red when stored tokens are not mapped to draft-vocabulary indices, or to another row: with all tokens stored the
+    loss is that of the hidden states."""
+    computation = Computation(attention="fused", loss="linear")
+    hidden, stored = with_top_k(make_batch(*MASKS[name]), draft, TARGET_VOCAB)
+    expected = run(draft, hidden, computation)
+    found = run(draft, stored, computation)
+    # target_lse is float32; the stored log-probabilities are not.
+    torch.testing.assert_close(found[0].loss_sums, expected[0].loss_sums, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[0].correct_sums, expected[0].correct_sums)
+    for key, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][key], gradient, rtol=1e-6, atol=1e-9, msg=key)
+    few = run(draft, with_top_k(make_batch(*MASKS[name]), draft, 4)[1], computation)
+    assert 0 < few[0].loss.item() < found[0].loss.item(), "a lumped tail has less entropy"
+
+
+def test_losses_from_logits_refuse_top_k(draft: Eagle3Draft) -> None:
+    """Red when a loss that needs the target's states trains on something else instead."""
+    _, stored = with_top_k(make_batch(*MASKS["turns"]), draft, 4)
+    with pytest.raises(ValueError, match="use linear"):
+        run(draft, stored, Computation(attention="fused", loss="torch"))
 
 
 def test_the_heads_master_takes_its_gradient(draft: Eagle3Draft) -> None:

@@ -33,10 +33,11 @@ from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import EXIT_INTERRUPTED, run_stage, stages_of
 from tasks.trainer.target import Target
 from tasks.trainer.train import checkpoint
-from tasks.trainer.train.batches import OnlineSource, Packs, assemble
+from tasks.trainer.train.batches import Packs
 from tasks.trainer.train.curves import read_metrics
 from tasks.trainer.train.loop import choose_objective, row_weights
 from tasks.trainer.train.optim import Optimizer
+from tasks.trainer.train.sources import OnlineSource
 
 Values = Callable[..., dict[str, Any]]
 K = 3
@@ -88,7 +89,7 @@ def gradients(
     for pack in packs:
         unrolled = unroll(
             draft,
-            assemble([data[number] for number in pack], OnlineSource(target)),
+            next(OnlineSource(target).batches([[data[number] for number in pack]])),
             ttt_steps=K,
             row_weight=weights,
             head=target.head.float(),
@@ -153,9 +154,9 @@ def test_online_opens_no_store_and_calls_the_target_every_epoch(
     captured: list[str] = []
     original = Target.capture
 
-    def counting(self: Target, token_ids: torch.Tensor, *, sample_id: str) -> Any:
+    def counting(self: Target, token_ids: torch.Tensor, *, sample_id: str, **options: Any) -> Any:
         captured.append(sample_id)
-        return original(self, token_ids, sample_id=sample_id)
+        return original(self, token_ids, sample_id=sample_id, **options)
 
     monkeypatch.setattr(Target, "capture", counting)
     values = recipe_values(train={"steps": 30})
@@ -174,7 +175,8 @@ def test_offline_training_never_loads_the_target(
     recipe_values: Values, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Red when offline training needs the target's layers in memory."""
-    values = recipe_values(hidden_states={"mode": "offline", "store_url": str(tmp_path / "store")})
+    store = {"mode": "offline", "store_url": str(tmp_path / "store"), "preset": "small", "top_k": 32}
+    values = recipe_values(hidden_states=store)
     make_run(values, until="capture")
     monkeypatch.setattr(Target, "__init__", lambda *a, **k: pytest.fail("offline training built a target"))
     run = RunDir.create(load_config(values))
@@ -185,8 +187,51 @@ def test_offline_training_never_loads_the_target(
 def test_online_and_offline_train_bit_identically(recipe_values: Values, tmp_path: Path) -> None:
     """Red when one bit differs between the modes: losses, masters or moments."""
     online = make_run(recipe_values("online"))
-    offline = {"mode": "offline", "store_url": str(tmp_path / "store")}
+    offline = {"mode": "offline", "store_url": str(tmp_path / "store"), "preset": "lossless"}
     assert_same_run(make_run(recipe_values("offline", hidden_states=offline)), online)
+    hybrid = {"mode": "online", "store_url": str(tmp_path / "filled"), "preset": "lossless"}
+    assert_same_run(make_run(recipe_values("hybrid", hidden_states=hybrid)), online)
+
+
+# 300 tokens calibrate; top-16 of a vocabulary of 300.
+LOSSY = {"near": {}, "tiny": {"preset": "tiny", "top_k": 16}}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_run_that_fills_its_store_is_the_run_that_reads_it(
+    name: str, recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the first epoch, from the target, trains on other numbers than later ones and later runs, from the
+    store; when the store fills up again; or a run that is cut and continued differs."""
+    store = {"mode": "online", "store_url": str(tmp_path / "store"), "calibration_tokens": 300, **LOSSY[name]}
+    train = {"steps": 30}
+    filling = make_run(recipe_values("filling", hidden_states=store, train=train))
+    receipt = filling.receipt("train")
+    assert receipt is not None
+    samples = len(PreparedData.open(filling.train_data))
+    assert receipt["store"]["captured_samples"] == receipt["store"]["store_samples"] == samples
+    offline = {**store, "mode": "offline", "on_missing": "refuse"}
+    assert losses(make_run(recipe_values("reading", hidden_states=offline, train=train))) == losses(filling)
+    monkeypatch.setattr(Target, "capture", lambda *a, **k: pytest.fail("a sample went through the target again"))
+    assert_same_run(make_run(recipe_values("again", hidden_states=store, train=train)), filling)
+    monkeypatch.undo()
+    elsewhere = {**store, "store_url": str(tmp_path / "elsewhere"), "store_budget_gb": 1e-9}
+    cut = make_run(recipe_values("cut", hidden_states=elsewhere, train=train))
+    shutil.rmtree(max(cut.checkpoints.glob("step-*")))
+    run_stage("train", cut, silent)
+    assert_same_run(cut, filling)
+
+
+def test_every_step_says_what_it_waited_for_and_moved(recipe_values: Values, tmp_path: Path) -> None:
+    """Red when waiting for data is not measured, or bytes are counted of another step."""
+    store = {"mode": "offline", "store_url": str(tmp_path / "store"), "preset": "near", "calibration_tokens": 300}
+    run = make_run(recipe_values(hidden_states=store))
+    lines, receipt = read_metrics(run.metrics), run.receipt("train")
+    assert receipt is not None
+    assert all(0 <= line["data_wait_s"] <= line["seconds"] for line in lines)
+    assert all(line["h2d_bytes"] > 96 * line["tokens"] for line in lines), "a byte an element of the auxiliary states"
+    assert sum(line["h2d_bytes"] for line in lines) == receipt["h2d_bytes"]
+    assert receipt["h2d_bytes_bf16"] > 2 * 96 * sum(line["tokens"] for line in lines)
 
 
 @pytest.mark.parametrize("mixing", ["row", "step"])

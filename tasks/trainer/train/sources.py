@@ -1,0 +1,193 @@
+"""Where batches come from: the one place of the trainer where online and offline differ.
+
+    OnlineSource     the target, for every sample, every time
+    StoreSource      a store, for every sample
+    FillingSource    a store, for the samples it has; the target for the others, which it then has
+
+A source turns packs of samples into batches on the training device, in order, and prepares the next pack in a thread
+while a step runs. The price is one pack more in memory. What a step still waits for is measured (`Traffic`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Protocol, TypeVar
+
+from storage.encoding import EncodedSample, encode_sample, encoded_states
+from storage.reader import StoreReader
+from storage.schema import Sample
+from storage.writer import StoreWriter
+from tasks.trainer.capture import capture_sample, to_stored
+from tasks.trainer.data.prepared import PreparedSample
+from tasks.trainer.errors import InputError
+from tasks.trainer.target import Target
+from tasks.trainer.train.batches import Batch, assemble
+from tasks.trainer.train.staging import Stager, Traffic
+
+Pack = Sequence[PreparedSample]
+T = TypeVar("T")
+
+
+class StatesSource(Protocol):
+    """The target's states of samples, as batches."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters, from the source's making on."""
+        ...
+
+    def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
+        """A batch for each pack, in order, on the training device. Close it to stop what it prepares."""
+        ...
+
+
+class OnlineSource:
+    """Runs the target on every sample, every time it is asked: no store, one forward."""
+
+    def __init__(self, target: Target, *, device: str = "cpu") -> None:
+        self._target = target
+        self._device = device
+        self.traffic = Traffic()
+
+    def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
+        made = (self._batch(pack) for pack in packs)
+        # In a thread on a GPU only: on a CPU the target's and the draft's OpenMP threads would share the cores and wait
+        # for each other. The thread uses the step's own stream: nothing runs at once there, but launches are hidden.
+        yield from (ahead(made) if self._device.startswith("cuda") else made)
+
+    def _batch(self, pack: Pack) -> Batch:
+        batch = assemble(pack, [capture_sample(self._target, sample) for sample in pack]).to(self._device)
+        self.traffic.h2d_bytes += batch.token_ids.nbytes
+        return batch
+
+
+class StoreSource:
+    """Reads captured states from a store: no target, checksums verified on each read."""
+
+    def __init__(self, reader: StoreReader, *, device: str = "cpu", prefetch_bytes: int = 1 << 30) -> None:
+        """prefetch_bytes: of decoded samples, read ahead beside the staged pack."""
+        self._reader = reader
+        self._prefetch_bytes = prefetch_bytes
+        self._stager = Stager(device)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._stager.traffic
+
+    def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
+        staged = (self._stager.stage(pack, encoded) for pack, encoded in self._read(packs))
+        with closing(ahead(staged)) as coming:
+            for pack in coming:
+                yield self._stager.finish(pack)
+
+    def _read(self, packs: Iterable[Pack]) -> Iterator[tuple[Pack, list[EncodedSample]]]:
+        asked: deque[Pack] = deque()
+
+        def windows() -> Iterator[tuple[str, int, int | None]]:
+            for pack in packs:
+                asked.append(pack)
+                for sample in pack:
+                    yield sample.sample_id, 0, None
+
+        encoded = self._reader.prefetch(windows(), max_bytes=self._prefetch_bytes)
+        for first in encoded:
+            pack = asked.popleft()
+            yield pack, [first, *(next(encoded) for _ in pack[1:])]
+
+
+class FillingSource:
+    """Online training that fills a store as it goes, and reads what is there.
+
+    Whether a sample comes from the target or from the store never shows in what is trained: what the target gives takes
+    the way through the store's encoding and back. A lossy encoding needs statistics for that, so where the store has
+    none, the run's first samples (in its own order, whatever step it continues at) are captured and written before the
+    first step. Once the byte budget is used up nothing is written any more, and the rest goes through the target in
+    every epoch, encoded and decoded all the same.
+    """
+
+    def __init__(self, target: Target, writer: StoreWriter, *, url: str, device: str = "cpu") -> None:
+        """writer: of the store at url, and this source's alone until it is closed."""
+        self._target = target
+        self._writer = writer
+        self._url = url
+        self._reader = StoreReader(url, writer.spec)
+        self._taken: set[str] = set()
+        self._device = device
+        self._stager = Stager(device)
+        self.captured_samples = 0
+        """Samples that went through the target."""
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._stager.traffic
+
+    def calibrate(self, first: Iterable[PreparedSample]) -> None:
+        """Freeze the store's statistics, if its encoding needs some that it lacks, from the first samples of the run.
+
+        Raises InputError when the byte budget has no room for one sample.
+        """
+        if not self._writer.spec.encoding.needs_statistics or self._writer.statistics is not None:
+            return
+        for sample in first:
+            if self._writer.statistics is not None:
+                break
+            self._capture(sample)
+        self._writer.flush()
+        if self._writer.statistics is None:
+            raise InputError(
+                "hidden_states.store_budget_gb has no room for the samples that calibrate the store; raise it"
+            )
+
+    def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
+        staged = (self._stager.stage(pack, [self._encoded(sample) for sample in pack]) for pack in packs)
+        # On a CPU in no thread, as OnlineSource.
+        with closing(ahead(staged) if self._device.startswith("cuda") else staged) as coming:
+            for pack in coming:
+                yield self._stager.finish(pack)
+
+    def close(self) -> None:
+        """Give up the reader. The writer is the caller's."""
+        self._reader.close()
+
+    def _encoded(self, sample: PreparedSample) -> EncodedSample:
+        sample_id = sample.sample_id
+        if sample_id not in self._reader.entries and self._was_committed(sample_id):
+            # Since the reader was opened: about once an epoch, for all of the epoch before are then there.
+            self._reader.close()
+            self._reader = StoreReader(self._url, self._writer.spec)
+        if sample_id in self._reader.entries:
+            return self._reader.read_encoded(sample_id)
+        spec, statistics = self._writer.spec, self._writer.statistics
+        arrays = encode_sample(self._capture(sample), spec, statistics)
+        return encoded_states(arrays, sample_id=sample_id, spec=spec, statistics=statistics)
+
+    def _was_committed(self, sample_id: str) -> bool:
+        return sample_id in self._taken and sample_id in self._writer.committed()
+
+    def _capture(self, sample: PreparedSample) -> Sample:
+        states = to_stored(sample, capture_sample(self._target, sample, top_k=self._writer.spec.encoding.top_k))
+        self.captured_samples += 1
+        if self._writer.write(states):
+            self._taken.add(sample.sample_id)
+        return states
+
+
+def ahead(items: Iterator[T]) -> Generator[T]:
+    """The same items, each made in a thread while the consumer works with the one before.
+
+    An error is raised where its item would have come. Closing waits for the item being made.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
+        end = object()
+        coming = thread.submit(next, items, end)
+        try:
+            while (item := coming.result()) is not end:
+                coming = thread.submit(next, items, end)
+                yield item  # type: ignore[misc]
+        finally:
+            coming.exception()
+            if isinstance(items, Generator):
+                thread.submit(items.close).result()
