@@ -119,21 +119,32 @@ class SegmentIndex:
 def read_index(folder: Location) -> dict[str, IndexEntry]:
     """All committed samples under the fingerprint's `folder`, by sample id.
 
-    If two writers committed the same sample, the first segment by name is taken, by every reader. StoreError names an
-    index file and line that cannot be read: it was damaged after it was written, and is never skipped silently.
+    If two writers committed the same sample, the first segment by name is taken, by every reader. StoreError as
+    `read_entries`.
     """
     entries: dict[str, IndexEntry] = {}
+    for entry in read_entries(folder):
+        entries.setdefault(entry.sample_id, entry)
+    return entries
+
+
+def read_entries(folder: Location) -> list[IndexEntry]:
+    """Every line of the index, by segment; a sample that two writers committed is there twice.
+
+    StoreError names an index file and line that cannot be read: it was damaged after it was written, and is never
+    skipped silently.
+    """
+    entries = []
     for name, content in _index_files(folder):
         segment = _segment_of(name)
         for number, line in enumerate(content.splitlines(), start=1):
             try:
-                entry = decode_line(line, segment)
+                entries.append(decode_line(line, segment))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StoreError(
                     f"index file {folder.url}/{INDEX_FOLDER}/{name} is damaged at line {number} ({one_line(error)}); "
                     "`eyas store verify --repair` drops the line, and the next capture fills what it held"
                 ) from error
-            entries.setdefault(entry.sample_id, entry)
     return entries
 
 
