@@ -25,7 +25,6 @@ from typing import Any, Literal, get_args
 import numcodecs
 import numpy as np
 import numpy.typing as npt
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
 
 CodecName = Literal["zstd", "blosc", "raw"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
@@ -67,10 +66,15 @@ class ChunkCodec:
 
     def zarr_serializer(self) -> Any:
         """Zarr's array-to-bytes codec for it."""
+        # Loaded only here and below: the run's form needs the names of presets and codecs, and nothing of zarr.
+        from zarr.codecs import BytesCodec
+
         return BytesCodec(endian="little")
 
     def zarr_compressors(self, *, itemsize: int) -> tuple[Any, ...]:
         """Zarr's bytes-to-bytes codecs of each chunk inside a shard, in the order in which they encode."""
+        from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+
         if self.name == "zstd":
             return (ZstdCodec(level=self.level), Crc32cCodec())
         if self.name == "blosc":
