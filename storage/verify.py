@@ -1,8 +1,8 @@
 """Whether a store still is what was written, and what to do if it is not.
 
 Everything is read and decoded, at the speed of `StoreReader.read`: hours for terabytes, but there is no cheaper way to
-know. Repair takes damaged samples out of the index, so that the next capture fills them in again; what they leave behind
-is garbage for `storage.gc`. It invents nothing: a sample is either what was written or not there.
+know. Repair takes damaged samples out of the index, so that the next capture fills them in again; what they leave
+behind is garbage for `storage.gc`. It invents nothing: a sample is either what was written or not there.
 """
 
 from __future__ import annotations
