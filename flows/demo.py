@@ -25,7 +25,12 @@ def demo_configs(folder: str, overrides: list[str]) -> dict[str, RunConfig]:
         f"data.heldout_source={package / 'recipes/demo/heldout.jsonl'}",
         f"data.regenerate_dir={folder}/answers",
     ]
-    offline = ["hidden_states.mode=offline", f"hidden_states.store_url={folder}/store"]
+    # Lossless, so that both runs must agree in every bit; everywhere else the default is a store half as large.
+    offline = [
+        "hidden_states.mode=offline",
+        f"hidden_states.store_url={folder}/store",
+        "hidden_states.preset=lossless",
+    ]
     return {
         mode: read_config(
             str(package / RECIPE), [*shared, *(offline if mode == "offline" else []), *overrides],
@@ -71,6 +76,7 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
     row("training loss, first to last", lambda r: f"{r['losses'][0]:.4f} to {r['losses'][-1]:.4f}")
     row("tokens read by the trainer", lambda r: f"{r['tokens']:,}")
     row("training seconds", lambda r: f"{r['train_seconds']:.0f}")
+    row("  of these waiting for data", lambda r: f"{r['data_wait_seconds']:.0f}")
     for depth in range(len(next(iter(reports.values()))["acc"])):
         row(f"held-out acc_{depth}", lambda r, depth=depth: f"{r['acc'][depth]:.3f}")
     row("tau (tokens per target forward)", lambda r: f"{r['tau']:.3f}")

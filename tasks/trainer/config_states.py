@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from storage.codecs import CodecName
 from storage.errors import StoreError
 from storage.presets import PRESETS, Encoding
 
@@ -57,11 +58,11 @@ class _Stored(BaseModel):
     top_k: int | None = Field(
         None, ge=1, title="Top k (tokens)", description="Tokens kept of each soft target. Empty: the preset's, or 256."
     )
-    codec: Literal["zstd", "blosc", "raw"] | None = Field(
+    codec: CodecName | None = Field(
         None,
         title="Codec",
-        description="Compression of the chunks: zstd (smallest), blosc (shuffled zstd; lossless states stay plain "
-        "bfloat16 bits), raw (none). Empty: the preset's.",
+        description="Compression of the chunks: zstd, blosc (zstd behind a byte shuffle), raw (none). Empty: the "
+        "preset's.",
     )
     level: int | None = Field(
         None, ge=0, title="Codec level", description="Higher is slower and hardly smaller. Empty: the preset's."

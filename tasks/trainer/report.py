@@ -6,7 +6,10 @@ import platform
 from importlib.metadata import version
 from typing import Any
 
-from tasks.trainer.config import RunConfig
+from storage.schema import raw_bytes, target_rows
+from tasks.trainer.capture import store_spec
+from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.files import read_json, write_json, write_text
 from tasks.trainer.report_markdown import render
 from tasks.trainer.report_plots import draw
@@ -27,17 +30,19 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
     """Everything the report tells, as plain JSON.
 
     tau, tau_ngram, tau_untrained, lossless: measured by decoding. acc: held-out, teacher-forced, one a depth. losses:
-    one an optimizer step. tokens: read by the trainer, prompts included. stored_bytes_per_token: of the store (0
-    online); raw_bytes_per_token: the same states as plain bfloat16, ids and statistics included.
+    one an optimizer step. tokens: read by the trainer, prompts included. data_wait_seconds: of train_seconds, what
+    steps waited for their data. stored_bytes_per_token: of the store (0 without one); raw_bytes_per_token: the same
+    states as plain bfloat16, ids and statistics included. store: what the capture, or training that fills a store, says
+    of it.
     """
     prepared, trained = run.receipt("prepare"), run.receipt("train")
-    exported, captured = run.receipt("export"), run.receipt("capture")
+    exported = run.receipt("export")
     assert prepared is not None, "the report comes last"
     assert trained is not None, "the report comes last"
     evaluation = read_json(run.evaluation)
     acceptance = evaluation["acceptance"]
     lines = read_metrics(run.metrics)
-    stored = captured["stored_bytes"] / captured["store_tokens"] if captured else 0.0
+    captured = run.receipt("capture") if isinstance(config.hidden_states, Offline) else trained.get("store")
     return {
         "tau": acceptance["tau"],
         "tau_interval": acceptance["tau_interval"],
@@ -50,18 +55,16 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
         "losses": [line["loss"] for line in lines],
         "tokens": sum(line["tokens"] for line in lines),
         "train_seconds": sum(line["seconds"] for line in lines),
-        "stored_bytes_per_token": stored,
-        "raw_bytes_per_token": (
-            captured["raw_bytes"] / captured["store_tokens"]
-            if captured
-            else raw_bytes_per_token(prepared["hidden_size"])
-        ),
+        "data_wait_seconds": sum(line["data_wait_s"] for line in lines),
+        "h2d_bytes": sum(line["h2d_bytes"] for line in lines),
+        **_bytes_per_token(config, run, prepared, captured),
         "mode": config.hidden_states.mode,
         "curves": {key: [line[key] for line in lines] for key in ("acc", "tau", "learning_rate")},
         "acceptance": acceptance,
         "evaluation": {key: evaluation[key] for key in ("step", "dtype", "heldout", "heldout_samples")},
         "prepare": prepared,
-        "capture": captured,
+        "capture": run.receipt("capture"),
+        "store": captured,
         "train": trained,
         "export": exported,
         "versions": {
@@ -74,6 +77,16 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
     }
 
 
-def raw_bytes_per_token(hidden_size: int) -> int:
-    """Four bfloat16 states, token id, mask, argmax and log-sum-exp."""
-    return 4 * hidden_size * 2 + 4 + 1 + 4 + 4
+def _bytes_per_token(
+    config: RunConfig, run: RunDir, prepared: dict[str, Any], store: dict[str, Any] | None
+) -> dict[str, float]:
+    if store is not None and store["store_tokens"]:
+        tokens = store["store_tokens"]
+        return {
+            "stored_bytes_per_token": store["stored_bytes"] / tokens,
+            "raw_bytes_per_token": store["raw_bytes"] / tokens,
+        }
+    data = PreparedData.open(run.train_data)
+    tokens, targets = int(data.lengths.sum()), sum(len(target_rows(sample.loss_mask)) for sample in data)
+    raw = raw_bytes(store_spec(config, prepared), num_tokens=tokens, num_targets=targets)
+    return {"stored_bytes_per_token": 0.0, "raw_bytes_per_token": raw / tokens}

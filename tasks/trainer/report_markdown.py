@@ -108,11 +108,19 @@ def _training(facts: dict[str, Any], config: RunConfig) -> str:
         ["mode", facts["mode"]],
         ["steps", f"{len(facts['losses']):,} optimizer steps, {config.train.ttt_steps} TTT steps"],
         ["tokens", f"{facts['tokens']:,} ({rate:,.0f} tokens/s, {facts['train_seconds']:,.0f} s)"],
+        ["waiting for data", _waiting(facts)],
         ["loss", f"{facts['losses'][0]:.3f} to {facts['losses'][-1]:.3f}"],
         ["attention, loss", f"{trained['attention']}, {trained['loss']}"],
         ["device, dtype", f"{trained['device']}, {trained['dtype']} with float32 masters"],
     ]
     return _table(["", ""], rows)
+
+
+def _waiting(facts: dict[str, Any]) -> str:
+    share = facts["data_wait_seconds"] / facts["train_seconds"] if facts["train_seconds"] else 0.0
+    moved, raw = facts["train"]["h2d_bytes"], facts["train"]["h2d_bytes_bf16"]
+    codes = f"; {moved / raw:.0%} of the bytes of bfloat16 went to the device" if raw else ""
+    return f"{share:.1%} of the steps' time{codes}"
 
 
 def _data(facts: dict[str, Any]) -> str:
@@ -135,15 +143,16 @@ def _data(facts: dict[str, Any]) -> str:
 
 
 def _storage(facts: dict[str, Any]) -> str:
-    raw, stored, captured = facts["raw_bytes_per_token"], facts["stored_bytes_per_token"], facts["capture"]
-    if not captured:
+    raw, stored, store = facts["raw_bytes_per_token"], facts["stored_bytes_per_token"], facts["store"]
+    if not store:
         return f"Online: nothing stored. As raw bfloat16 the states would take {raw:,.0f} bytes a token."
-    return (
-        f"Store `{captured['store_url']}`, fingerprint `{captured['fingerprint']}`: "
-        f"{captured['store_samples']:,} samples, {captured['store_tokens']:,} tokens, "
-        f"{captured['stored_bytes'] / 1e6:,.1f} MB. **{stored:,.0f} bytes a token** against {raw:,.0f} raw "
-        f"({raw / stored:.2f} x smaller). This run captured {captured['captured_samples']:,} samples."
+    text = (
+        f"Store `{store['store_url']}`, fingerprint `{store['fingerprint']}`, preset `{store['preset']}`: "
+        f"{store['store_samples']:,} samples, {store['store_tokens']:,} tokens, {store['stored_bytes'] / 1e6:,.1f} MB"
     )
+    if stored:
+        text += f". **{stored:,.0f} bytes a token** against {raw:,.0f} as raw bfloat16 ({raw / stored:.2f} x smaller)"
+    return f"{text}. In this run {store['captured_samples']:,} samples went through the target for it."
 
 
 def _places(facts: dict[str, Any], config: RunConfig) -> str:

@@ -102,8 +102,9 @@ def test_the_demo_is_one_recipe_run_two_ways() -> None:
     configs = {mode: config.model_dump() for mode, config in demo_configs("runs/demo", []).items()}
     assert configs["online"].pop("run_dir") == "runs/demo/online"
     assert configs["offline"].pop("run_dir") == "runs/demo/offline"
-    assert configs["online"].pop("hidden_states") == {"mode": "online"}
-    assert configs["offline"].pop("hidden_states")["codec"] == "lossless"
+    online, offline = configs["online"].pop("hidden_states"), configs["offline"].pop("hidden_states")
+    assert (online["mode"], online["store_url"]) == ("online", None)
+    assert (offline["mode"], offline["store_url"], offline["preset"]) == ("offline", "runs/demo/store", "lossless")
     assert configs["online"] == configs["offline"]
 
 

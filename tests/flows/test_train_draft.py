@@ -40,9 +40,11 @@ def artifacts() -> list[Any]:
 def test_both_modes_end_to_end(recipe_values: Values, tmp_path: Path) -> None:
     """Red when a stage of the DAG is missing, the modes differ in one loss, or a run leaves no report and artifact."""
     online = run_flow(recipe_values("online"))
-    offline = {"mode": "offline", "store_url": str(tmp_path / "store")}
+    offline = {"mode": "offline", "store_url": str(tmp_path / "store"), "preset": "lossless"}
+    hybrid = {"mode": "online", "store_url": str(tmp_path / "filled"), "preset": "lossless"}
     reports = {}
-    for folder in (online, run_flow(recipe_values("offline", hidden_states=offline))):
+    runs = {"offline": offline, "hybrid": hybrid}
+    for folder in (online, *(run_flow(recipe_values(name, hidden_states=states)) for name, states in runs.items())):
         report = json.loads((folder / "report.json").read_text())
         reports[folder.name] = report
         for name in ("report.md", "config.yaml", "plots/training.png", "plots/tau.png", "draft/config.json"):
@@ -51,11 +53,14 @@ def test_both_modes_end_to_end(recipe_values: Values, tmp_path: Path) -> None:
         assert len(report["acc"]) == 3
         assert report["lossless"] is True
         assert report["tau"] >= 1.0
-    assert reports["online"]["losses"] == reports["offline"]["losses"]
+        assert 0 <= report["data_wait_seconds"] <= report["train_seconds"]
+    assert reports["online"]["losses"] == reports["offline"]["losses"] == reports["hybrid"]["losses"]
     assert reports["online"]["stored_bytes_per_token"] == 0
-    assert 0 < reports["offline"]["stored_bytes_per_token"] < 2 * reports["offline"]["raw_bytes_per_token"]
+    assert reports["online"]["raw_bytes_per_token"] == pytest.approx(reports["offline"]["raw_bytes_per_token"])
+    for name in runs:
+        assert 0 < reports[name]["stored_bytes_per_token"] < 2 * reports[name]["raw_bytes_per_token"]
     found = artifacts()
-    assert len(found) == 2
+    assert len(found) == 3
     assert all("data:image/png;base64," in artifact.data for artifact in found)
     assert "plots/" not in found[0].data.replace("data:", ""), "a server cannot read the run directory"
 
