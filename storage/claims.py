@@ -99,6 +99,6 @@ def _has_died(host: object, pid: object) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
+    except (PermissionError, OverflowError):
         return False
     return False

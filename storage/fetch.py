@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from storage.shard import ShardLayout, ShardPiece
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the store reader was closed while it read"
 # A request costs a round trip, 40 ms at 25 MB/s a connection: a megabyte. Past half of a shard the rest comes along.
 _WHOLE_SHARE = 0.5
 
@@ -54,7 +55,10 @@ class Fetcher:
             ) from error
         out = np.empty((max(stop - start, 0), *layout.array.row_shape), layout.array.dtype)
         pieces = layout.pieces(table, num_rows, start, stop)
-        return Rows(out, [self.executor.submit(self._get, entry, layout, piece, out, start) for piece in pieces])
+        try:
+            return Rows(out, [self.executor.submit(self._get, entry, layout, piece, out, start) for piece in pieces])
+        except RuntimeError as error:  # what an executor that was shut down says
+            raise StoreError(CLOSED) from error
 
     def num_bytes(self, entry: IndexEntry, array: str, start: int, stop: int) -> int:
         """Memory that reading these rows takes, while it lasts: what is fetched, and the rows."""
@@ -118,7 +122,10 @@ class Rows:
 
     def result(self) -> npt.NDArray[Any]:
         """All of them. DamageError for what is not as it was written; StoreError for what cannot be read."""
-        wait(self._requests)
-        for request in self._requests:
-            request.result()
+        # Not concurrent.futures.wait: it waits for ever for a request that the closing of the reader cancelled.
+        try:
+            for request in self._requests:
+                request.result()
+        except CancelledError as error:
+            raise StoreError(CLOSED) from error
         return self._out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from storage.cache import ShardCache
 from storage.encoding import EncodedSample, decode_sample, encoded_states
 from storage.errors import DamageError, StoreError
-from storage.fetch import Fetcher
+from storage.fetch import CLOSED, Fetcher
 from storage.index import STATES_FOLDER, IndexEntry, read_index, read_spec, stored_fingerprints
 from storage.location import Location, locate
 from storage.schema import (
@@ -146,7 +146,11 @@ class StoreReader:
                     held += size
                     following = next(waiting, None)
                 size, reading = ahead.popleft()
-                yield reading.result()
+                try:
+                    encoded = reading.result()
+                except CancelledError as error:
+                    raise StoreError(CLOSED) from error
+                yield encoded
                 # Only now: while the caller works with a sample, it counts.
                 held -= size
         finally:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -264,19 +268,33 @@ def test_claims_keep_two_writers_apart_and_expire(tmp_path, make_spec, monkeypat
         assert two.claim([]) == []
         assert one.claim(names) == names
         with monkeypatch.context() as patch:
-            now = __import__("time").time()
+            now = time.time()
             patch.setattr("storage.claims.time.time", lambda: now + CLAIM_SECONDS + 1)
             assert two.claim(names) == names
         assert len(list(tmp_path.glob("*/claims/*.json"))) == 2
     assert list(tmp_path.glob("*/claims/*.json")) == []
 
 
-def test_damaged_claims_are_no_error(tmp_path, make_spec):
-    # Red when an advisory file can stop a capture.
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        ("{", ["a", "b"]),
+        ('{"time": 1e99, "sample_ids": 3}', ["a", "b"]),
+        ('{"time": NOW, "sample_ids": ["a"]}', ["b"]),
+        ('{"time": NOW, "sample_ids": ["a"], "host": "elsewhere", "pid": DEAD}', ["b"]),
+        ('{"time": NOW, "sample_ids": ["a"], "host": "HERE", "pid": 123456789012345678901234567890}', ["b"]),
+        ('{"time": NOW, "sample_ids": ["a"], "host": "HERE", "pid": DEAD}', ["a", "b"]),
+    ],
+)
+def test_claims_of_damaged_files_and_dead_writers_do_not_count(tmp_path, make_spec, content, left):
+    # Red when an advisory file can stop a capture, or a killed capture waits ten minutes for itself.
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    content = content.replace("NOW", str(time.time())).replace("HERE", socket.gethostname())
     with StoreWriter(str(tmp_path), make_spec()) as writer:
         (tmp_path / "0123abcd" / "claims").mkdir()
-        (tmp_path / "0123abcd" / "claims" / "other.json").write_text("{")
-        assert writer.claim(["a"]) == ["a"]
+        (tmp_path / "0123abcd" / "claims" / "000.json").write_text(content.replace("DEAD", str(dead.pid)))
+        assert writer.claim(["a", "b"]) == left
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path, make_spec):
