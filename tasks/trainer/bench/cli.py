@@ -1,11 +1,16 @@
-"""The `step` command of `eyas bench`, beside the kernels' own."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store-step, codec-quality."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from kernels.bench import results
 from kernels.bench.cli import (
@@ -24,12 +29,17 @@ from kernels.bench.cli import (
 )
 from kernels.bench.errors import BenchError
 from kernels.bench.runner import Bench, Journal, Pool
+from storage.errors import StoreError
 from tasks.trainer.bench import step as step_work
+from tasks.trainer.files import write_json
+from tasks.trainer.stages import EXIT_INTERRUPTED
 
 
 def mount(app: typer.Typer) -> None:
-    """Add `step` to a bench command."""
+    """Add the trainer's commands to a bench command."""
     app.command()(step)
+    app.command()(store_step)
+    app.command()(codec_quality)
 
 
 def step(
@@ -60,10 +70,81 @@ def step(
             step_work.measure(bench, step_work.cases(sizes, against=peer is not None, device=device, tiny=tiny))
 
 
+def store_step(
+    presets: Annotated[str, typer.Option("--presets", help="Encodings, separated by commas.")] = "near,lossless",
+    url: Annotated[str, typer.Option("--url", help="Store to fill and to read; kept.")] = "bench/store",
+    tokens: Tokens = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples in the store.")] = 6,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps.")] = 20,
+    device: Device = "cuda",
+    tiny: Tiny = False,
+) -> None:
+    """How long the training step waits for a store, and how many bytes go to the GPU."""
+    from tasks.trainer.bench import store_step as work
+
+    table = Table("preset", "tokens", "step ms", "waiting ms", "waiting", "MB to the GPU", "of bf16", "MB stored")
+    for length in read_sizes(tokens, (64,) if tiny else (16384,)):
+        found = work.measure(
+            url,
+            presets.split(","),
+            tokens=length,
+            samples=samples,
+            steps=steps,
+            device=device,
+            draft=step_work.TINY if tiny else step_work.DRAFT,
+        )
+        for row in found:
+            typer.echo(json.dumps(dataclasses.asdict(row)))
+            table.add_row(
+                row.preset, f"{row.tokens:,}", f"{row.step_ms:.1f}", f"{row.wait_ms:.1f}",
+                f"{row.wait_ms / row.step_ms:.1%}", f"{row.h2d_mb:,.1f}", f"{row.h2d_share:.3f}",
+                f"{row.stored_mb:,.1f}",
+            )  # fmt: skip
+    Console(stderr=True).print(table)
+
+
+def codec_quality(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe of the runs; its hidden_states are replaced.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs and results; the same again goes on.")],
+    presets: Annotated[
+        str, typer.Option("--presets", help="Encodings, separated by commas.")
+    ] = "near,compact,small,tiny",
+    seeds: Annotated[str, typer.Option("--seeds", help="A pair of runs for each, separated by commas.")] = "0,1,2",
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=2000.")] = None,
+) -> None:
+    """What encodings cost a draft that is trained on them: paired runs, and the loss of tau with its interval."""
+    from tasks.trainer.bench import codec_quality as work
+    from tasks.trainer.errors import InputError
+    from tasks.trainer.recipe import read_config
+
+    numbers = seeds.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise BenchError(f"--seeds {seeds} must be whole numbers separated by commas, for example 0,1,2")
+    planned = work.trials([preset.strip() for preset in presets.split(",")], [int(number) for number in numbers])
+    shown: list[object] = []
+
+    def progress(done: int, total: int, note: str = "") -> None:
+        if [done, note] != shown:
+            shown[:] = [done, note]
+            sys.stderr.write(f"{done} of {total} runs{f', running {note}' if note else ''}\n")
+
+    try:
+        values = read_config(recipe, set_ or []).model_dump(mode="json")
+        rows = work.run_all(values, planned, out, jobs=jobs, progress=progress)
+    except (InputError, StoreError) as error:
+        raise BenchError(str(error)) from None
+    except InterruptedError as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    found = work.losses(rows)
+    write_json(out / "losses.json", [dataclasses.asdict(row) for row in found])
+    typer.echo(work.table(found))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry of `python -m tasks.trainer.bench`; exits 2 when the benchmark cannot run as asked."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(lambda: None)  # or the only command would have no name
     mount(app)
     try:
         app(arguments)

@@ -34,7 +34,7 @@ _PARTLY = 16384  # from here on also with a quarter of the rows supervised
 _LONG = 32768  # three rounds are enough
 DRAFT = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 12288,
          "vocab_size": 32000, "target_vocab_size": 151936}  # fmt: skip
-_TINY = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 48,
+TINY = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 48,
          "vocab_size": 40, "target_vocab_size": 64}  # fmt: skip
 _PEER_VARIANTS = ("specforge_full", "specforge_compact")
 
@@ -67,7 +67,7 @@ def cases(tokens: Sequence[int], *, against: bool, device: str = "cuda", tiny: b
 def _case(
     tokens: int, layout: str, variants: Mapping[str, str], *, device: str, tiny: bool, states: str = "device"
 ) -> Case:
-    draft = _TINY if tiny else DRAFT
+    draft = TINY if tiny else DRAFT
     steps = 2 if tiny else TTT_STEPS
     dtype = "float32" if device == "cpu" else "bfloat16"
     settings: dict[str, Any] = {**draft, "ttt_steps": steps, "dtype": dtype}
