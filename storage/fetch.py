@@ -85,7 +85,8 @@ class Fetcher:
                     return
                 except ValueError:
                     self._cache.drop(key)
-        is_whole = piece.byte_stop - piece.byte_start >= _WHOLE_SHARE * piece.size
+        all_chunks = piece.high - piece.low == len(piece.table)
+        is_whole = all_chunks or piece.byte_stop - piece.byte_start >= _WHOLE_SHARE * piece.size
         if key and self._cache is not None and self._cache.has_room(piece.size):
             is_whole = True
         where = f"{STATES_FOLDER}/{name}"

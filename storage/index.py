@@ -33,6 +33,7 @@ import numpy as np
 from storage.errors import StoreError, one_line
 from storage.location import Location
 from storage.schema import StoreSpec, spec_of
+from storage.seal import unsealed
 
 INDEX_FOLDER = "index"
 STATES_FOLDER = "states"
@@ -185,12 +186,17 @@ def read_spec(group: Location) -> StoreSpec | None:
     where = f"{group.url}/zarr.json"
     try:
         content = group.read_bytes("zarr.json")
-        document: Any = None if content is None else json.loads(content)
+        if content is None:
+            return None
+        document: Any = json.loads(content)
+        # Before the checksum, for what another release wrote must be told from what is damaged.
+        spec = spec_of(document.get("attributes") if isinstance(document, dict) else None, where=where)
+        unsealed(content)
+    except StoreError:
+        raise
     except (OSError, ValueError) as error:
         raise StoreError(f"{where} cannot be read: {one_line(error)}") from error
-    if content is None:
-        return None
-    return spec_of(document.get("attributes") if isinstance(document, dict) else None, where=where)
+    return spec
 
 
 def encode_line(entry: IndexEntry) -> bytes:

@@ -12,7 +12,6 @@ data; the index is the truth on what exists.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ from storage.index import STATES_FOLDER, IndexEntry, read_spec
 from storage.location import Location
 from storage.quantise import Statistics
 from storage.schema import Axis, StoreSpec, array_schemas, attributes_of, require_same_spec
+from storage.seal import sealed, unsealed
 from storage.shard import ShardLayout
 
 _FIRST_SHARDS = 64
@@ -103,7 +103,7 @@ class NewSegment:
     def _write_lengths(self, lengths: Mapping[Any, int]) -> None:
         for name, layout in self._layouts.items():
             document = {**layout.document, "shape": [lengths[layout.array.axis], *layout.array.row_shape]}
-            self.location.write_bytes(f"{name}/zarr.json", _json(document))
+            self.location.write_bytes(f"{name}/zarr.json", sealed(document))
 
     def _write_statistics_array(self, name: str, values: npt.NDArray[Any]) -> None:
         little = values.astype(values.dtype.newbyteorder("<"))
@@ -120,7 +120,7 @@ class NewSegment:
             "attributes": {"meaning": "statistics that this segment's codes are coded with"},
             "storage_transformers": [],
         }
-        self.location.write_bytes(f"{name}/zarr.json", _json(document))
+        self.location.write_bytes(f"{name}/zarr.json", sealed(document))
         crc: int = google_crc32c.value(content)
         self.location.write_bytes(f"{name}/{_whole_chunk(values.ndim)}", content, crc.to_bytes(_CRC_BYTES, "little"))
 
@@ -156,9 +156,11 @@ class OpenSegment:
         except StoreError as error:
             raise self._damage("metadata", "zarr.json", f"is not what was written: {error}") from error
         names = list(layouts)
+        # Ours are read by what the spec says; these are for whoever reads them with zarr.
         for array, document in zip(names, executor.map(self._document, names), strict=True):
-            if document != {**layouts[array].document, "shape": document.get("shape")}:
-                raise self._damage(array, f"{array}/zarr.json", "does not describe the array that was written")
+            schema = layouts[array].array
+            if document["data_type"] != schema.dtype or document["shape"][1:] != list(schema.row_shape):
+                raise self._damage(array, f"{array}/zarr.json", "describes another array")
         self.statistics: Statistics | None = None
         if spec.encoding.needs_statistics:
             names = list(Statistics.array_names(spec))
@@ -170,16 +172,13 @@ class OpenSegment:
         self.statistics_digest = statistics_digest(self.statistics)
 
     def _document(self, array: str) -> dict[str, Any]:
+        """An array's zarr.json."""
         key = f"{array}/zarr.json"
+        content = self._read(key)
         try:
-            document = json.loads(self._read(key))
+            return unsealed(content)
         except ValueError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise self._damage(array, key, f"is no JSON: {one_line(error)}") from error
-        if not isinstance(document, dict):
-            raise self._damage(array, key, "does not describe an array")
-        return document
+            raise self._damage(array, key, f"is not what was written: {one_line(error)}") from error
 
     def _statistics_array(self, name: str) -> npt.NDArray[Any]:
         document = self._document(name)
@@ -244,12 +243,8 @@ def statistics_digest(statistics: Statistics | None) -> str:
 def write_group(location: Location, spec: StoreSpec) -> None:
     """A Zarr v3 group is this one document. Zarr's own way would not fsync it, nor let two writers race to it."""
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes_of(spec)}
-    location.write_bytes("zarr.json", _json(document))
+    location.write_bytes("zarr.json", sealed(document))
 
 
 def _whole_chunk(num_axes: int) -> str:
     return ".".join(["c", *["0"] * num_axes])
-
-
-def _json(document: object) -> bytes:
-    return json.dumps(document, indent=2).encode()
