@@ -142,7 +142,7 @@ class FillingSource:
             )
 
     def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
-        staged = (self._stager.stage(pack, [self._encoded(sample) for sample in pack]) for pack in packs)
+        staged = (self._stager.stage(pack, self._encoded(pack)) for pack in packs)
         # On a CPU in no thread, as OnlineSource.
         with closing(ahead(staged) if self._device.startswith("cuda") else staged) as coming:
             for pack in coming:
@@ -152,17 +152,20 @@ class FillingSource:
         """Give up the reader. The writer is the caller's."""
         self._reader.close()
 
-    def _encoded(self, sample: PreparedSample) -> EncodedSample:
-        sample_id = sample.sample_id
-        if sample_id not in self._reader.entries and self._was_committed(sample_id):
+    def _encoded(self, pack: Pack) -> list[EncodedSample]:
+        known = self._reader.entries
+        if any(sample.sample_id not in known and self._was_committed(sample.sample_id) for sample in pack):
             # Since the reader was opened: about once an epoch, for all of the epoch before are then there.
             self._reader.close()
             self._reader = StoreReader(self._url, self._writer.spec)
-        if sample_id in self._reader.entries:
-            return self._reader.read_encoded(sample_id)
+            known = self._reader.entries
+        read = self._reader.prefetch((sample.sample_id, 0, None) for sample in pack if sample.sample_id in known)
+        return [next(read) if sample.sample_id in known else self._from_target(sample) for sample in pack]
+
+    def _from_target(self, sample: PreparedSample) -> EncodedSample:
         spec, statistics = self._writer.spec, self._writer.statistics
         arrays = encode_sample(self._capture(sample), spec, statistics)
-        return encoded_states(arrays, sample_id=sample_id, spec=spec, statistics=statistics)
+        return encoded_states(arrays, sample_id=sample.sample_id, spec=spec, statistics=statistics)
 
     def _was_committed(self, sample_id: str) -> bool:
         return sample_id in self._taken and sample_id in self._writer.committed()
