@@ -21,6 +21,7 @@ SINK_NORM = 5.0
 # See `code_constants`. Bits of an exception: 20 of its own (2.5 bytes, measured), less those of the code it replaces.
 _SCALE_BITS = range(1, 8)
 _EXCEPTION_BITS = 17.0
+_OTHER_DTYPES = {"calibration_tokens": "int64", "aux_sink": "uint16", "last_sink": "uint16"}
 # Channels that (almost) never move would get a scale of 0. A thousandth of the layer's median is no loss to anybody.
 _SMALLEST_RELATIVE_STD = 2.0**-10
 _SMALLEST_STD = 2.0**-100
@@ -40,6 +41,8 @@ class Statistics:
     """float32 [3, D], > 0: scales of the codes, see `code_constants`; ones when lossless."""
     aux_offset: npt.NDArray[np.float32]
     """float32 [3, D]: their offsets; zeros when lossless."""
+    aux_sink: npt.NDArray[np.uint16]
+    """bf16 bits uint16 [3, D]: the first sink of each layer; zeros without one. See storage.encoding."""
     last_mean: npt.NDArray[np.float32]
     """float32 [D]; zeros when the store keeps no last hidden states."""
     last_std: npt.NDArray[np.float32]
@@ -50,11 +53,13 @@ class Statistics:
     """float32 [D], > 0; ones likewise, and when lossless."""
     last_offset: npt.NDArray[np.float32]
     """float32 [D]; zeros likewise."""
+    last_sink: npt.NDArray[np.uint16]
+    """bf16 bits uint16 [D] likewise."""
     calibration_tokens: int
     """Tokens that the auxiliary statistics come from."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Every field as an array (float32, calibration_tokens int64 []), as a segment stores them."""
+        """Every field as an array (calibration_tokens int64 []), as a segment stores them."""
         return {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
 
     @staticmethod
@@ -70,7 +75,7 @@ class Statistics:
             raise StoreError(f"statistics are {', '.join(sorted(arrays))}; {', '.join(sorted(shapes))} are due")
         for name, shape in shapes.items():
             values = arrays[name]
-            dtype = np.dtype(np.int64 if name == "calibration_tokens" else np.float32)
+            dtype = np.dtype(_OTHER_DTYPES.get(name, "float32"))
             if values.shape != shape or values.dtype != dtype:
                 raise StoreError(
                     f"statistics {name} are {values.dtype} {list(values.shape)}, not {dtype} {list(shape)}"
@@ -90,9 +95,9 @@ def calibrate(samples: Iterable[Sample], spec: StoreSpec) -> Statistics:
     """
     held = list(samples)
     layers = [_moments([sample.aux_hidden[:, layer] for sample in held], spec) for layer in range(NUM_AUX_LAYERS)]
-    aux_mean, aux_std, aux_norm = (np.stack(parts) for parts in zip(*layers, strict=True))
+    aux_mean, aux_std, aux_norm, aux_sink = (np.stack(parts) for parts in zip(*layers, strict=True))
     last = [sample.last_hidden for sample in held if sample.last_hidden is not None]
-    last_mean, last_std, last_norm = _moments(last, spec)
+    last_mean, last_std, last_norm, last_sink = _moments(last, spec)
     aux_scale, aux_offset = code_constants(aux_mean, aux_std, spec.encoding.aux_step)
     last_scale, last_offset = code_constants(last_mean, last_std, spec.encoding.last_step)
     return Statistics(
@@ -101,11 +106,13 @@ def calibrate(samples: Iterable[Sample], spec: StoreSpec) -> Statistics:
         aux_norm=aux_norm,
         aux_scale=aux_scale,
         aux_offset=aux_offset,
+        aux_sink=aux_sink,
         last_mean=last_mean,
         last_std=last_std,
         last_norm=last_norm,
         last_scale=last_scale,
         last_offset=last_offset,
+        last_sink=last_sink,
         calibration_tokens=sum(sample.token_ids.size for sample in held),
     )
 
@@ -175,27 +182,35 @@ def _shapes(spec: StoreSpec) -> dict[str, tuple[int, ...]]:
         "aux_norm": (NUM_AUX_LAYERS,),
         "aux_scale": layers,
         "aux_offset": layers,
+        "aux_sink": layers,
         "last_mean": last,
         "last_std": last,
         "last_norm": (),
         "last_scale": last,
         "last_offset": last,
+        "last_sink": last,
         "calibration_tokens": (),
     }
 
 
 def _moments(
     parts: list[npt.NDArray[np.uint16]], spec: StoreSpec
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Mean and std float32 [D] and median norm float32 [] of the rows of `parts`, each uint16 [N, D]."""
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+    """Mean, std float32 [D], median norm float32 [], first sink uint16 [D] of the rows of `parts`, each uint16 [N, D]."""
     hidden = spec.hidden_size
+    sink = np.zeros(hidden, dtype=np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):
         norms = [np.sqrt(np.square(float32_of(part)).sum(axis=1, dtype=np.float64)) for part in parts]
     every = np.concatenate([np.empty(0), *norms])
     every = every[np.isfinite(every)]
     if every.size == 0:
-        return np.zeros(hidden, dtype=np.float32), np.ones(hidden, dtype=np.float32), np.zeros((), dtype=np.float32)
+        return np.zeros(hidden, dtype=np.float32), np.ones(hidden, dtype=np.float32), np.zeros((), np.float32), sink
     median = float(np.median(every))
+    is_sink = [norm > SINK_NORM * median for norm in norms]
+    for part, chosen in zip(parts, is_sink, strict=True):
+        if chosen.any():
+            sink = part[chosen][0].copy()
+            break
     kept = [float32_of(part[norm <= SINK_NORM * median]) for part, norm in zip(parts, norms, strict=True)]
     count = sum(len(part) for part in kept)
     mean = np.sum([part.sum(axis=0, dtype=np.float64) for part in kept], axis=0) / count
@@ -203,4 +218,4 @@ def _moments(
     squares = [np.square(part - mean).sum(axis=0, dtype=np.float64) for part in kept]
     std = np.sqrt(np.sum(squares, axis=0) / count)
     floor = max(_SMALLEST_RELATIVE_STD * float(np.median(std)), _SMALLEST_STD)
-    return mean.astype(np.float32), np.maximum(std, floor).astype(np.float32), np.array(median, dtype=np.float32)
+    return mean.astype(np.float32), np.maximum(std, floor).astype(np.float32), np.array(median, np.float32), sink

@@ -52,6 +52,9 @@ __all__ = [
 
 # Distances between exceptions are uint32; the largest is the array's fill value.
 _LARGEST_GAP = 2**32 - 2
+# Set in the word of an exception whose bits are relative to the statistics' sink. A sink is (nearly) always the first
+# token, which is the same in every sample, and so are its states, bit for bit: nothing is left of them.
+_SINK = np.uint32(1 << 16)
 NamedArrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -113,7 +116,7 @@ def encode_sample(sample: Sample, spec: StoreSpec, statistics: Statistics | None
         assert sample.top_k is not None
         arrays["topk"], tokens[rows, TAIL_LEVEL] = encode_top_k(sample.top_k, vocab_size=spec.vocab_size)
     if encoding.needs_statistics:
-        arrays["exceptions"] = _exceptions(sample, aux, last)
+        arrays["exceptions"] = _exceptions(sample, aux, last, statistics)
     return {name: np.ascontiguousarray(arrays[name]) for name in schemas}
 
 
@@ -162,7 +165,7 @@ def encoded_states(
         due = {"tokens": stop - start, "targets": last - first}.get(array.axis)
         if array.name != "tokens" and due is not None and len(arrays[array.name]) != due:
             raise StoreError(f"sample {sample_id}: {array.name} has {len(arrays[array.name])} rows where {due} are due")
-    positions, bits = _positions(arrays, sample_id, encoding)
+    positions, bits = _positions(arrays, sample_id, spec, statistics)
     aux_values = num_tokens * NUM_AUX_LAYERS * hidden
     num_targets = last - first if whole else len(target_rows(mask))
     end = aux_values + (num_targets * hidden if encoding.last == "hidden" else 0)
@@ -236,8 +239,11 @@ def _put_states(arrays: dict[str, npt.NDArray[Any]], what: What, states: Quantis
     arrays[f"{what}_{form}"] = to_form(states.codes.reshape(-1, *layers, spec.hidden_size), form)
 
 
-def _exceptions(sample: Sample, aux: Quantised, last: Quantised | None) -> npt.NDArray[np.uint32]:
+def _exceptions(
+    sample: Sample, aux: Quantised, last: Quantised | None, statistics: Statistics | None
+) -> npt.NDArray[np.uint32]:
     """Rows of `exceptions`: distance and bits, uint32 [E, 2]."""
+    assert statistics is not None
     positions, bits = aux.exception_at, aux.exception_bits
     if last is not None:
         positions = np.concatenate([positions, last.exception_at + aux.codes.size])
@@ -253,10 +259,26 @@ def _exceptions(sample: Sample, aux: Quantised, last: Quantised | None) -> npt.N
         order = np.argsort(np.concatenate([positions, missing]), kind="stable")
         positions = np.concatenate([positions, missing])[order]
         bits = np.concatenate([bits, np.array(more, dtype=np.uint16)])[order]
+    words = bits.astype(np.uint32)
+    hidden = sample.aux_hidden.shape[2]
+    _, counts = np.unique(positions // hidden, return_counts=True)
+    is_sink = np.repeat(counts == hidden, counts)
+    sinks = _sink_bits(positions[is_sink], statistics, hidden, num_aux=aux.codes.size)
+    words[is_sink] = (words[is_sink] ^ sinks) | _SINK
     rows = np.empty((len(positions), 2), dtype=np.uint32)
     rows[:, 0] = np.diff(positions, prepend=0)
-    rows[:, 1] = bits
+    rows[:, 1] = words
     return rows
+
+
+def _sink_bits(
+    positions: npt.NDArray[np.int64], statistics: Statistics, hidden: int, *, num_aux: int
+) -> npt.NDArray[np.uint32]:
+    """What the statistics' sinks have at these elements, uint32 bits."""
+    layers = np.concatenate([statistics.aux_sink, statistics.last_sink[None]])
+    layer = np.where(positions < num_aux, positions // hidden % NUM_AUX_LAYERS, NUM_AUX_LAYERS)
+    found: npt.NDArray[np.uint32] = layers[layer, positions % hidden].astype(np.uint32)
+    return found
 
 
 def bridges(positions: npt.NDArray[np.int64], *, largest: int = _LARGEST_GAP) -> npt.NDArray[np.int64]:
@@ -269,14 +291,21 @@ def bridges(positions: npt.NDArray[np.int64], *, largest: int = _LARGEST_GAP) ->
 
 
 def _positions(
-    arrays: NamedArrays, sample_id: str, encoding: Encoding
+    arrays: NamedArrays, sample_id: str, spec: StoreSpec, statistics: Statistics | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16]]:
-    if not encoding.needs_statistics:
+    """Element numbers and bits of a sample's exceptions."""
+    if not spec.encoding.needs_statistics:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint16)
+    assert statistics is not None, "a lossy encoding needs statistics"
     rows = arrays["exceptions"]
-    if (rows[:, 1] > 0xFFFF).any() or (rows[1:, 0] == 0).any():
+    if (rows[:, 1] >= 2 * _SINK).any() or (rows[1:, 0] == 0).any():
         raise StoreError(f"sample {sample_id}: exceptions is damaged: it holds what no writer writes")
-    return np.cumsum(rows[:, 0], dtype=np.int64), rows[:, 1].astype(np.uint16)
+    positions = np.cumsum(rows[:, 0], dtype=np.int64)
+    bits = (rows[:, 1] & 0xFFFF).astype(np.uint16)
+    is_sink = rows[:, 1] >= _SINK
+    num_aux = len(arrays["tokens"]) * NUM_AUX_LAYERS * spec.hidden_size
+    bits[is_sink] ^= _sink_bits(positions[is_sink], statistics, spec.hidden_size, num_aux=num_aux).astype(np.uint16)
+    return positions, bits
 
 
 def _stored(

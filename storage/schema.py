@@ -236,8 +236,8 @@ def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
                 shard_rows=EXCEPTIONS_SHARD_ROWS,
                 fill_value=0xFFFF_FFFF,
                 meaning="values kept exactly, ascending: distance from the one before (of the first: from element "
-                "0), elements being numbered over aux [T, 3, D], then last [R, D]; its bfloat16 bits; "
-                "4294967295: unwritten",
+                "0), elements being numbered over aux [T, 3, D], then last [R, D]; its bfloat16 bits, or 65536 + its "
+                "bits XOR those of aux_sink or last_sink; 4294967295: unwritten",
                 codec=narrow,
             )
         )

@@ -152,6 +152,30 @@ def test_a_sample_without_a_target_row(make_spec, make_sample, assert_same):
             assert_same(again, sample)
 
 
+def test_sinks_that_are_the_same_in_every_sample_cost_nothing(make_spec, make_sample):
+    # Red when the first token's states, the same in all samples, are stored in each.
+    def large(bits: np.ndarray) -> np.ndarray:
+        return bits & 0x80FF | 0x4600
+
+    spec = make_spec(preset="near", hidden_size=256)
+    samples = [make_sample(f"s{i}", 60, spec) for i in range(3)]
+    for sample in samples:
+        sample.aux_hidden[0] = large(samples[0].aux_hidden[0])
+        sample.last_hidden[2] = large(samples[0].last_hidden[2])
+    statistics = calibrate(samples, spec)
+    np.testing.assert_array_equal(statistics.aux_sink, samples[0].aux_hidden[0])
+    for sample in samples:
+        sample.aux_hidden[1, 1] = large(sample.aux_hidden[1, 1])  # another sink, of this sample alone
+        arrays = encode_sample(sample, spec, statistics)
+        flagged = arrays["exceptions"][:, 1] >= 1 << 16
+        assert flagged.sum() == 5 * 256
+        assert (arrays["exceptions"][:768, 1] == 1 << 16).all()
+        again = decode_sample(arrays, sample_id=sample.sample_id, spec=spec, statistics=statistics)
+        np.testing.assert_array_equal(again.aux_hidden[0], sample.aux_hidden[0])
+        np.testing.assert_array_equal(again.aux_hidden[1, 1], sample.aux_hidden[1, 1])
+        np.testing.assert_array_equal(again.last_hidden[2], sample.last_hidden[2])
+
+
 @pytest.mark.parametrize(
     ("positions", "largest", "added"),
     [
@@ -191,7 +215,7 @@ def test_bridged_exceptions_decode(make_spec, make_sample, assert_same, monkeypa
     [
         ("aux_codes", lambda rows: rows[:-1], "sample a: aux_codes has 39 rows where 40 are due"),
         ("last_codes", lambda rows: rows[1:], "sample a: last_codes has"),
-        ("exceptions", lambda rows: np.array([[5, 1 << 16]], np.uint32), "sample a: exceptions is damaged"),
+        ("exceptions", lambda rows: np.array([[5, 1 << 17]], np.uint32), "sample a: exceptions is damaged"),
         ("exceptions", lambda rows: np.array([[5, 1], [0, 1]], np.uint32), "sample a: exceptions is damaged"),
         ("exceptions", lambda rows: np.array([[1 << 20, 1]], np.uint32), "it names element 1048576 of"),
         ("exceptions", lambda rows: np.full((3, 2), 0xFFFFFFFF, np.uint32), "sample a: exceptions is damaged"),

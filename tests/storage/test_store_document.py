@@ -43,8 +43,12 @@ def read_by_the_document(folder: Path, sample_id: str) -> dict[str, Any]:
         values.append(states(group, rows, "last", "targets", hidden).reshape(-1))
     flat = np.concatenate(values)
     if encoding["aux_step"] is not None or encoding["last_step"] is not None:
-        distances, bits = rows("exceptions", "exceptions").astype(np.int64).T
-        flat[np.cumsum(distances)] = bits
+        distances, words = rows("exceptions", "exceptions").astype(np.int64).T
+        for number, word in zip(np.cumsum(distances), words, strict=True):
+            layer, channel = number // hidden % 3, number % hidden
+            is_aux = number < num_tokens * 3 * hidden
+            sink = group["aux_sink"][layer, channel] if is_aux else group["last_sink"][channel]
+            flat[number] = word if word < 65536 else (word - 65536) ^ int(sink)
     found["aux_hidden"] = flat[: num_tokens * 3 * hidden].reshape(num_tokens, 3, hidden)
     if encoding["last"] == "hidden":
         found["last_hidden"] = flat[num_tokens * 3 * hidden :].reshape(len(targets), hidden)
@@ -117,6 +121,7 @@ def test_a_store_is_read_by_its_document(tmp_path, make_spec, make_sample, prese
 
 def test_the_document_names_every_array_and_field():
     text = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
-    for word in ("tokens", "topk", "exceptions", "planes", "bits", "codes", "pairs", "aux_norm", "calibration_tokens",
-                 "statistics", "tokens_crc32c", "chunk_tokens", "last_step", "version 2"):  # fmt: skip
+    arrays = ("tokens", "topk", "exceptions", "planes", "bits", "codes", "pairs")
+    statistics = ("aux_norm", "aux_sink", "calibration_tokens")
+    for word in (*arrays, *statistics, "tokens_crc32c", "chunk_tokens", "last_step", "version 2"):
         assert word in text, word
