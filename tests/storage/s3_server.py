@@ -156,6 +156,9 @@ class FaultProxy:
         self._target_port = target_port
         self.faults = Faults()
         self._random = random.Random(0)
+        self._at_once = 0
+        self.most_at_once = 0
+        """Most requests that waited beside each other since `set`."""
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         self.port = 0
@@ -188,6 +191,7 @@ class FaultProxy:
     def set(self, faults: Faults) -> None:
         """What it does from now on."""
         self._random = random.Random(faults.seed)
+        self.most_at_once = 0
         self.faults = faults
 
     def stop(self) -> None:
@@ -228,7 +232,12 @@ class FaultProxy:
             head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:"))
         fault = self._draw(faults, first_line)
         if faults.latency:
-            await asyncio.sleep(faults.latency)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            try:
+                await asyncio.sleep(faults.latency)
+            finally:
+                self._at_once -= 1
         length = _content_length(head)
         if fault == "hang_up":
             return False
