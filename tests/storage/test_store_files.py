@@ -1,52 +1,52 @@
-"""What lies on the disk, seen without the reader: plain Zarr arrays with their meaning, made durable in order."""
+"""What lies on the disk, seen without the reader: plain Zarr arrays with their meaning."""
 
 from __future__ import annotations
 
 import json
-import os
-import stat
-from pathlib import Path
 
 import numpy as np
-import pytest
 import zarr
 
-from storage.errors import StoreError
-from storage.location import Location
-from storage.reader import StoreReader
-from storage.schema import StoreSpec
+from storage.presets import Encoding
+from storage.schema import StoreSpec, target_rows
 from storage.writer import StoreWriter
 
 
 def test_plain_zarr_opens_the_arrays_and_finds_their_meaning(tmp_path, make_spec, make_sample):
     # Red when the format cannot be read without this package: names, shapes, bits, attributes, positions. That
     # zarr walks the whole group without a warning (warnings are errors here) is part of it.
-    samples = [make_sample("first", 11), make_sample("second", 3)]
-    with StoreWriter(str(tmp_path), make_spec()) as writer:
+    spec = make_spec(encoding=Encoding(aux_step=None, last="hidden", codec="blosc"))
+    samples = [make_sample("first", 11, spec), make_sample("second", 3, spec)]
+    with StoreWriter(str(tmp_path), spec) as writer:
         for sample in samples:
             writer.write(sample)
     group = zarr.open_group(tmp_path / "0123abcd" / "states", mode="r")
     assert group.attrs["format"] == "eyas.hidden_states"
-    assert group.attrs["format_version"] == 1
+    assert group.attrs["format_version"] == 2
     assert group.attrs["spec"]["aux_layer_ids"] == [1, 3, 5]
-    assert "bfloat16" in group.attrs["meaning"]["aux_hidden"]
-    assert len(group.members(max_depth=None)) == 1 + 6
+    assert "bfloat16" in group.attrs["meaning"]["aux_bits"]
+    assert len(group.members(max_depth=None)) == 1 + 3
     [(name, segment)] = group.groups()
     lines = (tmp_path / "0123abcd" / "index" / f"{name}.000000.jsonl").read_text().splitlines()
     entries = [json.loads(line)["entry"] for line in lines]
-    assert [(entry["sample_id"], entry["start_token"], entry["num_tokens"]) for entry in entries] == [
-        ("first", 0, 11),
-        ("second", 16, 3),  # the next shard boundary
-    ]
-    assert segment["aux_hidden"].shape == (19, 3, 8)  # cut by close()
+    targets = [len(target_rows(sample.loss_mask)) for sample in samples]
+    assert [(entry["sample_id"], entry["segment"]) for entry in entries] == [("first", name), ("second", name)]
+    assert entries[0]["rows"] == {"tokens": [0, 11], "targets": [0, targets[0]]}
+    assert entries[1]["rows"]["tokens"] == [65_536, 3]  # the next shard boundary of every array on the axis
+    assert segment["aux_bits"].shape == (65_539, 3, 8)  # cut by close()
     for entry, sample in zip(entries, samples, strict=True):
-        rows = slice(entry["start_token"], entry["start_token"] + entry["num_tokens"])
-        for array in ("aux_hidden", "last_hidden", "token_ids", "loss_mask", "target_argmax", "target_lse"):
-            assert segment[array].attrs["meaning"] == group.attrs["meaning"][array]
-            assert np.array_equal(segment[array][rows], getattr(sample, array)), array
+        tokens, own = (
+            slice(start, start + rows) for start, rows in (entry["rows"]["tokens"], entry["rows"]["targets"])
+        )
+        assert np.array_equal(segment["aux_bits"][tokens], sample.aux_hidden)
+        assert np.array_equal(segment["last_bits"][own], sample.last_hidden)
+        assert np.array_equal(segment["tokens"][tokens][:, 0], sample.token_ids)
+        assert np.array_equal(segment["tokens"][tokens][:, 1], sample.loss_mask)
+    for array in ("aux_bits", "last_bits", "tokens"):
+        assert segment[array].attrs["meaning"] == group.attrs["meaning"][array]
     # Rows between samples were never written: they show as NaN patterns, not as states of zeros.
-    assert (segment["last_hidden"][11:16] == 0xFFFF).all()
-    metadata = json.loads((tmp_path / "0123abcd" / "states" / name / "aux_hidden" / "zarr.json").read_text())
+    assert (segment["aux_bits"][11:20] == 0xFFFF).all()
+    metadata = json.loads((tmp_path / "0123abcd" / "states" / name / "aux_bits" / "zarr.json").read_text())
     sharding = metadata["codecs"][0]["configuration"]
     assert metadata["chunk_grid"]["configuration"]["chunk_shape"] == [8, 3, 8]
     assert sharding["chunk_shape"] == [4, 1, 8]
@@ -56,85 +56,39 @@ def test_plain_zarr_opens_the_arrays_and_finds_their_meaning(tmp_path, make_spec
     assert (blosc["cname"], blosc["clevel"], blosc["shuffle"], blosc["blocksize"]) == ("zstd", 1, "shuffle", 1 << 20)
 
 
+def test_the_statistics_of_a_segment_are_arrays_beside_the_codes(tmp_path, make_spec, make_sample):
+    # Red when codes cannot be turned into values with plain zarr.
+    spec = make_spec(preset="near")
+    with StoreWriter(str(tmp_path), spec) as writer:
+        writer.write(make_sample("a", 20, spec))
+    [(_, segment)] = zarr.open_group(tmp_path / "0123abcd" / "states", mode="r").groups()
+    assert writer.statistics is not None
+    for name, values in writer.statistics.arrays().items():
+        assert segment[name].dtype == values.dtype
+        assert np.array_equal(segment[name][...], values), name
+
+
 def test_a_short_sample_takes_no_room_for_the_rest_of_its_shard(tmp_path, make_sample):
     # Red when unwritten chunks of a shard are stored: a sample of 100 tokens in a shard of 2,048 would take 10 times
-    # its raw size uncompressed. Here one chunk of 128 tokens an array, plus the shards' indexes.
-    spec = StoreSpec("f", "t", (0, 1, 2), 64, 50, codec="raw", chunk_tokens=128, shard_tokens=2048)
+    # its raw size uncompressed. Here one chunk of 128 tokens an array of states, plus the shards' indexes.
+    encoding = Encoding(aux_step=None, last="hidden", codec="raw", level=0)
+    spec = StoreSpec("f", "t", (0, 1, 2), 64, 50, encoding=encoding, chunk_tokens=128, shard_tokens=2048)
     with StoreWriter(str(tmp_path), spec) as writer:
         writer.write(make_sample("a", 100, spec))
-    shards = sum(path.stat().st_size for path in tmp_path.rglob("c.*"))
-    one_chunk = 128 * (4 * 64 * 2 + 13)
-    indexes_and_checksums = (3 + 5) * (16 * 16 + 4) + 8 * 4
-    assert one_chunk < shards <= one_chunk + indexes_and_checksums
+    states = sum(path.stat().st_size for path in tmp_path.rglob("c.*") if path.parent.name != "tokens")
+    one_chunk = 128 * 4 * 64 * 2
+    indexes_and_checksums = (3 + 1) * 16 * 16 + 2 * 4 + 4 * 4
+    assert one_chunk < states <= one_chunk + indexes_and_checksums
 
 
-def test_a_mask_without_supervised_tokens_still_has_its_shard(tmp_path, make_spec, make_sample):
-    # Red when zarr skips chunks that equal the fill value: the fsync of the missing shard would fail the commit.
-    sample = make_sample("a", 9)
-    sample.loss_mask[:] = False
-    with StoreWriter(str(tmp_path), make_spec()) as writer:
+def test_a_mask_without_supervised_tokens_has_no_targets(tmp_path, make_spec, make_sample):
+    # Red when a sample without target rows cannot be stored: it is data, if of no use alone.
+    from storage.reader import StoreReader
+
+    spec = make_spec()
+    sample = next(s for s in (make_sample(f"s{i}", 2, spec) for i in range(9)) if not len(target_rows(s.loss_mask)))
+    with StoreWriter(str(tmp_path), spec) as writer:
         writer.write(sample)
-    assert not StoreReader(str(tmp_path), make_spec()).read("a").loss_mask.any()
-
-
-def test_all_is_on_the_disk_before_the_index_says_so(tmp_path, make_spec, make_sample, monkeypatch):
-    # Red when a file that a committed sample needs, or the folder that names it, was not fsynced before the index
-    # entry was put under its name: a power cut could then leave a committed sample without its data.
-    synced: set[int] = set()
-    fsync, write_bytes = os.fsync, Location.write_bytes
-    commits = 0
-
-    def recording_fsync(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def checking_write(self: Location, name: str, content: bytes) -> None:
-        nonlocal commits
-        if name.endswith(".jsonl"):
-            commits += 1
-            for path in Path(tmp_path, "store").rglob("*"):
-                if path.name not in (name, "index"):
-                    assert path.stat().st_ino in synced, f"{path} was not fsynced"
-        write_bytes(self, name, content)
-
-    monkeypatch.setattr(os, "fsync", recording_fsync)
-    monkeypatch.setattr(Location, "write_bytes", checking_write)
-    monkeypatch.setattr("storage.writer._GROW_SHARDS", 2)
-    with StoreWriter(f"{tmp_path}/store", make_spec()) as writer:
-        for length in (3, 20, 9):
-            writer.write(make_sample(f"s{length}", length))
-    assert commits == 3
-
-
-def test_a_failed_write_is_not_committed_and_its_rows_are_not_used_again(
-    tmp_path, make_spec, make_sample, assert_same, monkeypatch
-):
-    # Red when a full disk is anything but a StoreError with the sample's id, when the failed sample becomes
-    # visible, or when the next sample is merged into the failed one's shards.
-    writer = StoreWriter(str(tmp_path), make_spec())
-    writer.write(make_sample("a", 9))
-    with monkeypatch.context() as patch:
-
-        def full(self: Location, names: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(Location, "make_durable", full)
-        with pytest.raises(StoreError, match=r"sample b cannot be written to .*: No space left on device"):
-            writer.write(make_sample("b", 9))
-    assert writer.committed() == {"a"}
-    writer.write(make_sample("c", 2))
-    writer.close()
-    reader = StoreReader(str(tmp_path), make_spec())
-    assert reader.sample_ids() == {"a", "c"}
-    assert_same(reader.read("c"), make_sample("c", 2))
-    group = zarr.open_group(tmp_path / "0123abcd" / "states", mode="r")
-    [(_, segment)] = group.groups()
-    assert segment["token_ids"].shape == (34,)  # 16 rows of a, 16 that b left, 2 of c
-
-
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path, make_spec):
-    # Red when a file in the way (this test may run as root, whom permissions do not stop) is a bare OSError.
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match=r"store .*file/store cannot be written: Not a directory"):
-        StoreWriter(f"{tmp_path}/file/store", make_spec())
-    assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
+    with StoreReader(str(tmp_path), spec) as reader:
+        assert reader.read(sample.sample_id).last_hidden.shape == (0, 8)
+        assert list(tmp_path.rglob("last_planes/c.*")) == []
