@@ -196,7 +196,7 @@ def _shapes(spec: StoreSpec) -> dict[str, tuple[int, ...]]:
 def _moments(
     parts: list[npt.NDArray[np.uint16]], spec: StoreSpec
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
-    """Mean, std float32 [D], median norm float32 [], first sink uint16 [D] of the rows of `parts`, each uint16 [N, D]."""
+    """Mean and std float32 [D], median norm float32 [], first sink uint16 [D] of the rows of `parts`, uint16 [N, D]."""
     hidden = spec.hidden_size
     sink = np.zeros(hidden, dtype=np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):

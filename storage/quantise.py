@@ -26,13 +26,16 @@ Numpy, torch and Triton (kernels.dequantize) agree bit for bit. Without a step (
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from storage.bf16 import float32_of, round_to_bf16
+from storage.bf16 import round_to_bf16
 from storage.calibration import SINK_NORM, Statistics, calibrate
 from storage.forms import LARGEST_CODE
 
@@ -49,6 +52,10 @@ __all__ = [
 
 # Bytes of float32 scratch a block: it stays in a core's second-level cache, where each pass runs at ~10 GB/s.
 _BLOCK_BYTES = 1 << 18
+# A part that takes a millisecond is worth a thread.
+_VALUES_A_THREAD = 1 << 20
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,24 +103,16 @@ def quantise(
     width = num_layers * hidden
     scale, offset = scale.reshape(-1), offset.reshape(-1)
     codes = np.empty((num_rows, width), dtype=np.int8)
-    # Products may overflow, and so may 1/scale; what they give is then an exception.
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        reciprocal = np.float32(1) / scale
-        half = scale * np.float32(0.5)
-        sink_limit = norm.reshape(-1) * np.float32(SINK_NORM)
-        found = [
-            _quantise_block(
-                np.ascontiguousarray(bits[start : start + rows]).reshape(-1, width),
-                codes[start : start + rows],
-                (scale, offset, reciprocal, half, sink_limit),
-                largest,
-                start * width,
-            )
-            for rows in (_block_rows(width),)
-            for start in range(0, num_rows, rows)
-        ]
-    exception_at = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    return Quantised(codes, scale, offset, exception_at, bits.reshape(-1)[exception_at])
+    flat = bits.reshape(num_rows, width)
+
+    def code(start: int, stop: int) -> npt.NDArray[np.int64]:
+        return (
+            _quantise_rows(flat[start:stop], codes[start:stop], scale, offset, norm.reshape(-1), largest)
+            + start * width
+        )
+
+    exception_at = np.concatenate([np.empty(0, dtype=np.int64), *_in_parts(code, num_rows, width)])
+    return Quantised(codes, scale, offset, exception_at, flat.reshape(-1)[exception_at])
 
 
 def lossless(bits: npt.NDArray[np.uint16]) -> Quantised:
@@ -132,7 +131,8 @@ def dequantise(quantised: Quantised, *, out: npt.NDArray[np.uint16] | None = Non
     if out is None:
         out = np.empty(quantised.codes.shape, dtype=np.uint16)
     assert out.flags.c_contiguous
-    dequantise_codes(quantised.codes, quantised.scale, quantised.offset, out)
+    codes, scale, offset, into = quantised.codes, quantised.scale, quantised.offset, out
+    _in_parts(lambda start, stop: dequantise_codes(codes[start:stop], scale, offset, into[start:stop]), *codes.shape)
     out.reshape(-1)[quantised.exception_at] = quantised.exception_bits
     return out
 
@@ -143,9 +143,9 @@ def dequantise_codes(
     offset: npt.NDArray[np.float32],
     out: npt.NDArray[np.uint16],
 ) -> None:
-    """The codes' part of `dequantise`, without exceptions, for callers that split rows or channels over threads.
+    """The codes' part of `dequantise`, without exceptions and on one core, for callers that have threads of their own.
 
-    codes int8 (or int16) [N, C], scale and offset float32 [C], out uint16 [N, C]. The GIL is released in every pass.
+    codes int8 [N, C], scale and offset float32 [C], out uint16 [N, C].
     """
     num_rows, width = codes.shape
     rows = min(_block_rows(width), max(num_rows, 1))
@@ -157,58 +157,93 @@ def dequantise_codes(
             value = values[: len(block)]
             np.multiply(block, scale, out=value)
             value += offset
-            round_to_bf16(value, odd[: len(block)], out[start : start + rows])
+            out[start : start + rows] = round_to_bf16(value, odd[: len(block)]).view(np.uint16)[:, 1::2]
 
 
-def _quantise_block(
+def _quantise_rows(
     bits: npt.NDArray[np.uint16],
     codes: npt.NDArray[np.int8],
-    constants: tuple[npt.NDArray[np.float32], ...],
+    scale: npt.NDArray[np.float32],
+    offset: npt.NDArray[np.float32],
+    norm: npt.NDArray[np.float32],
     largest: int,
-    first: int,
 ) -> npt.NDArray[np.int64]:
-    """Fill `codes` [N, C] and return the flat positions of exceptions, from `first` on."""
-    scale, offset, reciprocal, half, sink_limit = constants
-    x = float32_of(bits)
-    code = x - offset
-    code *= reciprocal
-    np.rint(code, out=code)
-    np.clip(code, -largest, largest, out=code)
-    # The very computation of the decoder, so that the bound holds for what it gives.
-    value = code * scale
-    value += offset
-    decoded = np.empty(bits.shape, dtype=np.uint16)
-    round_to_bf16(value, np.empty(bits.shape, dtype=np.uint32), decoded)
-    value = float32_of(decoded)
-    error = value - x
-    np.abs(error, out=error)
-    # Not `error > half`: NaN must be an exception.
-    bad = ~(error <= half)
-    # float32 differences are rounded, monotonously: one that is over half a scale may look like just that.
-    edge = np.flatnonzero(error == half)
-    bad.reshape(-1)[edge] |= _is_over(value.reshape(-1)[edge], x.reshape(-1)[edge], error.reshape(-1)[edge])
-    norms = np.sqrt(np.einsum("nlc,nlc->nl", *(2 * [x.reshape(len(x), len(sink_limit), -1)])))
-    sinks = ~(norms <= sink_limit) & (sink_limit > 0)
-    if sinks.any():
-        bad.reshape(*sinks.shape, -1)[sinks] = True
-    at = np.flatnonzero(bad)
-    code.reshape(-1)[at] = 0
-    codes[...] = code
-    return at + first
+    """Fill `codes` [N, C] and return the flat positions of exceptions. norm float32 [G]."""
+    num_rows, width = bits.shape
+    rows = min(_block_rows(width), max(num_rows, 1))
+    # Allocated once: the system clears the pages of a new array this large, which costs as much as a pass over it.
+    x_word, word, odd = (np.empty((rows, width), dtype=np.uint32) for _ in range(3))
+    code_values = np.empty((rows, width), dtype=np.float32)
+    found = []
+    # Products may overflow, and so may 1/scale; what they give is then an exception.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        reciprocal = np.float32(1) / scale
+        half = scale * np.float32(0.5)
+        sink_limit = norm * np.float32(SINK_NORM)
+        for start in range(0, num_rows, rows):
+            block = bits[start : start + rows]
+            count = len(block)
+            x = np.left_shift(block, 16, out=x_word[:count], dtype=np.uint32).view(np.float32)
+            code = np.subtract(x, offset, out=code_values[:count])
+            code *= reciprocal
+            np.rint(code, out=code)
+            np.clip(code, -largest, largest, out=code)
+            # The very computation of the decoder, so that the bound holds for what it gives.
+            value = np.multiply(code, scale, out=word[:count].view(np.float32))
+            value += offset
+            rounded = round_to_bf16(value, odd[:count])
+            rounded &= np.uint32(0xFFFF_0000)
+            error = np.subtract(value, x, out=odd[:count].view(np.float32))
+            np.abs(error, out=error)
+            # Not `error > half`: NaN must be an exception. Half a scale itself is looked at once more.
+            bad = np.less(error, half)
+            np.logical_not(bad, out=bad)
+            at = np.flatnonzero(bad)
+            at = at[_is_over(value.reshape(-1)[at], x.reshape(-1)[at], half[at % width])]
+            layers = x.reshape(count, len(sink_limit), -1)
+            norms = np.sqrt(np.einsum("nlc,nlc->nl", layers, layers))
+            sinks = ~(norms <= sink_limit) & (sink_limit > 0)
+            if sinks.any():
+                bad[...] = False
+                bad.reshape(-1)[at] = True
+                bad.reshape(*sinks.shape, -1)[sinks] = True
+                at = np.flatnonzero(bad)
+            code.reshape(-1)[at] = 0
+            codes[start : start + rows] = code
+            found.append(at + start * width)
+    return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
 
 def _is_over(
     value: npt.NDArray[np.float32], x: npt.NDArray[np.float32], half: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.bool_]:
-    """Whether |value - x| > half, exactly: Knuth's two-sum gives what float64 rounds off as well."""
+    """Whether |value - x| > half, or either is no number, exactly: Knuth's two-sum keeps what float64 rounds off."""
     left, right = value.astype(np.float64), -x.astype(np.float64)
     total = left + right
     added = total - left
     rest = (left - (total - added)) + (right - added)
     size = np.abs(total)
     limit = half.astype(np.float64)
-    over: npt.NDArray[np.bool_] = (size > limit) | ((size == limit) & (np.sign(total) * rest > 0))
+    over: npt.NDArray[np.bool_] = ~((size < limit) | ((size == limit) & (np.sign(total) * rest <= 0)))
     return over
+
+
+def _in_parts(work: Callable[[int, int], _Result], num_rows: int, width: int) -> list[_Result]:
+    """`work(start, stop)` on parts of the rows, on as many cores as are worth a thread; the results in order.
+
+    numpy lets other threads run while it computes.
+    """
+    threads = max(1, min(_cores(), num_rows * width // _VALUES_A_THREAD))
+    bounds = np.linspace(0, num_rows, threads + 1).astype(int).tolist()
+    if threads == 1:
+        return [work(0, num_rows)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="store-quantise") as executor:
+        return list(executor.map(work, bounds[:-1], bounds[1:]))
+
+
+def _cores() -> int:
+    """Cores of this process, at most 8: more only wait for memory."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _block_rows(width: int) -> int:

@@ -1,4 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store-step, codec-quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store (-step, -goals, -plot), codec-quality."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from kernels.bench.errors import BenchError
 from kernels.bench.runner import Bench, Journal, Pool
 from storage.errors import StoreError
 from tasks.trainer.bench import step as step_work
+from tasks.trainer.bench import store as store_work
 from tasks.trainer.files import write_json
 from tasks.trainer.stages import EXIT_INTERRUPTED
 
@@ -39,6 +40,9 @@ def mount(app: typer.Typer) -> None:
     """Add the trainer's commands to a bench command."""
     app.command()(step)
     app.command()(store_step)
+    app.command()(store_work.store)
+    app.command("store-goals")(store_work.print_goals)
+    app.command("store-plot")(store_work.store_plot)
     app.command()(codec_quality)
 
 
