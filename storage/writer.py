@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import google_crc32c
 import numpy as np
@@ -37,6 +37,7 @@ from storage.location import Location, locate
 from storage.quantise import Statistics, calibrate
 from storage.schema import Sample, StoreSpec, require_same_spec
 from storage.segment import NewSegment, OpenSegment, shard_layouts, stored_bytes, write_group
+from storage.shard import ShardLayout
 from storage.validate import validate_sample
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class StoreWriter:
         self._claims: Claims | None = None
 
         self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="store-encode")
-        self._compressors = ThreadPoolExecutor(workers, thread_name_prefix="store-compress")
+        self._compressing = threading.Semaphore(workers)
         uploads = _REMOTE_UPLOADS if self._folder.is_remote else _LOCAL_UPLOADS
         self._uploads = ThreadPoolExecutor(uploads, thread_name_prefix="store-put")
         self._queue = CommitQueue(self._entries, where=self._folder.url, executor=self._uploads)
@@ -257,27 +258,21 @@ class StoreWriter:
         arrays = encode_sample(sample, self._spec, self._statistics)
         self._drift.add(arrays, num_tokens=sample.token_ids.size)
         places = self._segment.reserve({name: len(rows) for name, rows in arrays.items()})
-        work: list[tuple[str, str, Future[tuple[list[bytes], npt.NDArray[np.uint32]]]]] = []
+        work: list[tuple[str, str, Future[bytes | None]]] = []
         for name, rows in arrays.items():
             layout = self._layouts[name]
             per_shard = layout.array.shard_rows
             first = places[layout.array.axis][0] // per_shard
             for shard in range(layout.num_shards(len(rows))):
+                key = layout.shard_key(first + shard)
                 part = rows[shard * per_shard : (shard + 1) * per_shard]
-                work.append((name, layout.shard_key(first + shard), self._compressors.submit(layout.encode, part)))
-        num_bytes = sum(len(part) for _, _, encoded in work for part in encoded.result()[0])
-        with self._lock:
-            if self._full or (self._byte_budget is not None and self._stored_bytes + num_bytes > self._byte_budget):
-                self._full = True
-                return None
-            self._stored_bytes += num_bytes
-        put = self._segment.location.write_bytes
-        uploads = [self._uploads.submit(put, key, *encoded.result()[0], durable=False) for _, key, encoded in work]
-        for upload in uploads:
-            upload.result()
+                work.append((name, key, self._uploads.submit(self._put, key, layout, part)))
         tables: dict[str, bytes] = dict.fromkeys(arrays, b"")
-        for name, _, encoded in work:
-            tables[name] += encoded.result()[1].astype("<u4").tobytes()
+        for name, _, put in work:
+            tables[name] += put.result() or b""
+        if any(put.result() is None for _, _, put in work):
+            self._take_back([(name, key) for name, key, put in work if put.result() is not None], tables)
+            return None
         entry = IndexEntry(
             sample_id=sample.sample_id,
             segment=self._segment.name,
@@ -288,9 +283,34 @@ class StoreWriter:
         )
         return WrittenSample(entry, [key for _, key, _ in work])
 
+    def _put(self, key: str, layout: ShardLayout, rows: npt.NDArray[Any]) -> bytes | None:
+        """Compress one shard and put it; its chunk table, or None if the byte budget does not hold it.
+
+        Shard by shard, so that never more than a few are held compressed beside the sample.
+        """
+        assert self._segment is not None
+        with self._compressing:
+            parts, table = layout.encode(rows)
+        num_bytes = sum(map(len, parts))
+        with self._lock:
+            if self._full or (self._byte_budget is not None and self._stored_bytes + num_bytes > self._byte_budget):
+                self._full = True
+                return None
+            self._stored_bytes += num_bytes
+        self._segment.location.write_bytes(key, *parts, durable=False)
+        return table.astype("<u4").tobytes()
+
+    def _take_back(self, put: list[tuple[str, str]], tables: Mapping[str, bytes]) -> None:
+        """Delete the shards of a sample that the byte budget does not hold whole. tables: those of `put` alone."""
+        assert self._segment is not None
+        for _, key in put:
+            self._segment.location.delete(key)
+        chunks = sum(int(np.frombuffer(table, "<u4")[1::2].sum(dtype=np.int64)) for table in tables.values())
+        with self._lock:
+            self._stored_bytes -= chunks + sum(self._layouts[name].index_bytes for name, _ in put)
+
     def _stop(self) -> None:
-        for executor in (self._encoders, self._compressors):
-            executor.shutdown(wait=True, cancel_futures=True)
+        self._encoders.shutdown(wait=True, cancel_futures=True)
         self._queue.close()
         self._uploads.shutdown(wait=True, cancel_futures=True)
         if self._claims is not None:
