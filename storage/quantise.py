@@ -106,10 +106,9 @@ def quantise(
     flat = bits.reshape(num_rows, width)
 
     def code(start: int, stop: int) -> npt.NDArray[np.int64]:
-        return (
-            _quantise_rows(flat[start:stop], codes[start:stop], scale, offset, norm.reshape(-1), largest)
-            + start * width
-        )
+        at = _quantise_rows(flat[start:stop], codes[start:stop], scale, offset, norm.reshape(-1), largest)
+        shifted: npt.NDArray[np.int64] = at + start * width
+        return shifted
 
     exception_at = np.concatenate([np.empty(0, dtype=np.int64), *_in_parts(code, num_rows, width)])
     return Quantised(codes, scale, offset, exception_at, flat.reshape(-1)[exception_at])

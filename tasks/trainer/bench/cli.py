@@ -1,4 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store (-step, -goals, -plot), codec-quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store, store-*, codec-quality."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 # The package's file is one array of 600 MB, and cut off at its end.
 _SHAREGPT_CHARS = 64 << 20
 _MOSTLY_ASCII = 0.97
+# A small target repeats itself after that.
+_LONGEST_ANSWER = 512
 
 
 def captured(text: str, target: Target, *, num_tokens: int, max_tokens: int, answers: Path) -> list[Captured]:
@@ -36,7 +38,8 @@ def captured(text: str, target: Target, *, num_tokens: int, max_tokens: int, ans
     if text == "sharegpt":
         conversations = sharegpt()
     elif text == "own":
-        conversations = iter(_own_answers(target, answers, max_new_tokens=max_tokens, num_tokens=num_tokens))
+        limit = min(max_tokens, _LONGEST_ANSWER)
+        conversations = iter(_own_answers(target, answers, max_new_tokens=limit, num_tokens=num_tokens))
     elif Path(text).is_file():
         conversations = iter(read_conversations([text], on_error="skip")[0])
     else:
@@ -80,8 +83,8 @@ def sharegpt(num_characters: int = _SHAREGPT_CHARS) -> Iterator[Conversation]:
 
 def _own_answers(target: Target, folder: Path, *, max_new_tokens: int, num_tokens: int) -> list[Conversation]:
     conversations, _ = read_conversations([str(_PROMPTS)], on_error="skip")
-    # Some prompts are answered in a line, some fill the limit: a quarter of it each, and what is too many is not used.
-    wanted = max(1, min(len(conversations), 4 * num_tokens // max_new_tokens))
+    # Some prompts are answered in a line, some fill the limit: a third of it each, and what is too many is not used.
+    wanted = max(1, min(len(conversations), 3 * num_tokens // max_new_tokens))
     return regenerate(
         target,
         conversations[:: max(1, len(conversations) // wanted)][:wanted],

@@ -24,9 +24,9 @@ def test_a_goal_is_met_or_said_to_be_missed(outcome):
 def row(**changes: object) -> Row:
     cells = {
         "run": "20260101T000000Z-aaaa", "text": "sharegpt", "target": "t", "hidden_size": 8, "samples": 1, "tokens": 2,
-        "targets": 1, "variant": "near", "metric": "ratio", "value": 2.5, "machine": "m", "versions": "v", "commit": "c",
+        "targets": 1, "variant": "near", "metric": "ratio", "value": 2.5, "machine": "m", "versions": "v",
     }  # fmt: skip
-    return Row(**{**cells, **changes})
+    return Row(**{**cells, "commit": "c", **changes})
 
 
 def test_rows_survive_their_file(tmp_path):
@@ -42,7 +42,7 @@ def test_files_with_other_columns_are_refused(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(StoreError, match=r"has the columns a, b, not run, .*: name another --out"):
         results.append(path, [row()])
-    with pytest.raises(StoreError, match="no results at .*nothing.csv: run `eyas bench store` first"):
+    with pytest.raises(StoreError, match=r"no results at .*nothing\.csv: run `eyas bench store` first"):
         results.read(tmp_path / "nothing.csv")
 
 
