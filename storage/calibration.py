@@ -21,6 +21,7 @@ SINK_NORM = 5.0
 # See `code_constants`. Bits of an exception: 20 of its own (2.5 bytes, measured), less those of the code it replaces.
 _SCALE_BITS = range(1, 8)
 _EXCEPTION_BITS = 17.0
+_BLOCK_ROWS = 512
 _OTHER_DTYPES = {"calibration_tokens": "int64", "aux_sink": "uint16", "last_sink": "uint16"}
 # Channels that (almost) never move would get a scale of 0. A thousandth of the layer's median is no loss to anybody.
 _SMALLEST_RELATIVE_STD = 2.0**-10
@@ -199,6 +200,8 @@ def _moments(
     """Mean and std float32 [D], median norm float32 [], first sink uint16 [D] of the rows of `parts`, uint16 [N, D]."""
     hidden = spec.hidden_size
     sink = np.zeros(hidden, dtype=np.uint16)
+    # In blocks of rows: a part of 16K tokens of D = 4,096 whole would take 1.3 GB in float64.
+    parts = [part[start : start + _BLOCK_ROWS] for part in parts for start in range(0, len(part), _BLOCK_ROWS)]
     with np.errstate(over="ignore", invalid="ignore"):
         norms = [np.sqrt(np.square(float32_of(part)).sum(axis=1, dtype=np.float64)) for part in parts]
     every = np.concatenate([np.empty(0), *norms])
