@@ -150,7 +150,9 @@ class Location:
         if not self.is_local:
             found: dict[str, int] = self._try(_object_sizes, self.path)
             prefix = self.path.strip("/") + "/"
-            return {path.strip("/").removeprefix(prefix): size for path, size in found.items()}
+            # An object store may list an emptied folder as a file of no bytes: the folder itself is not under here.
+            paths = {path.strip("/"): size for path, size in found.items()}
+            return {name.removeprefix(prefix): size for name, size in paths.items() if name.startswith(prefix)}
         sizes = {}
         for folder, _, names in os.walk(self.path):
             for name in names:

@@ -151,6 +151,7 @@ class StoreReader:
                 except CancelledError as error:
                     raise StoreError(CLOSED) from error
                 yield encoded
+                del encoded  # or it would be held while the next one is read
                 # Only now: while the caller works with a sample, it counts.
                 held -= size
         finally:

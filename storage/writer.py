@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.claims import Claims
-from storage.commit import CommitQueue, WrittenSample
+from storage.commit import ByteGate, CommitQueue, WrittenSample
 from storage.drift import Drift
 from storage.encoding import encode_sample
 from storage.errors import StoreError, one_line
@@ -43,6 +43,8 @@ from storage.validate import validate_sample
 logger = logging.getLogger(__name__)
 
 CALIBRATION_TOKENS = 16_384
+# Rows, uncompressed, of the shards that are compressed or on their way: two of 4,096 tokens of D = 4,096.
+_SHARD_BYTES = 256 << 20
 _REMOTE_UPLOADS = 16
 _LOCAL_UPLOADS = 8
 
@@ -91,6 +93,7 @@ class StoreWriter:
 
         self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="store-encode")
         self._compressing = threading.Semaphore(workers)
+        self._shards = ByteGate(_SHARD_BYTES)
         uploads = _REMOTE_UPLOADS if self._folder.is_remote else _LOCAL_UPLOADS
         self._uploads = ThreadPoolExecutor(uploads, thread_name_prefix="store-put")
         self._queue = CommitQueue(self._entries, where=self._folder.url, executor=self._uploads)
@@ -288,6 +291,10 @@ class StoreWriter:
 
         Shard by shard, so that never more than a few are held compressed beside the sample.
         """
+        with self._shards.hold(rows.nbytes):
+            return self._put_held(key, layout, rows)
+
+    def _put_held(self, key: str, layout: ShardLayout, rows: npt.NDArray[Any]) -> bytes | None:
         assert self._segment is not None
         with self._compressing:
             parts, table = layout.encode(rows)
