@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import EXIT_INTERRUPTED, run_stage, stages_of
 from tasks.trainer.target import Target
 from tasks.trainer.train import checkpoint
-from tasks.trainer.train.batches import Packs
+from tasks.trainer.train.batches import Packs, Position
 from tasks.trainer.train.curves import read_metrics
 from tasks.trainer.train.loop import choose_objective, row_weights
 from tasks.trainer.train.optim import Optimizer
@@ -220,6 +221,28 @@ def test_a_run_that_fills_its_store_is_the_run_that_reads_it(
     shutil.rmtree(max(cut.checkpoints.glob("step-*")))
     run_stage("train", cut, silent)
     assert_same_run(cut, filling)
+
+
+def test_a_store_is_read_once_a_pack_and_not_past_the_end(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when reading ahead goes past the run's last pack, or reads a sample twice."""
+    store = {"mode": "offline", "store_url": str(tmp_path / "store")}
+    run = make_run(recipe_values(hidden_states=store), until="capture")
+    read: list[str] = []
+    original = storage.reader.StoreReader.read_window
+
+    def counting(self: storage.reader.StoreReader, sample_id: str, *window: int) -> Any:
+        read.append(sample_id)
+        return original(self, sample_id, *window)
+
+    monkeypatch.setattr(storage.reader.StoreReader, "read_window", counting)
+    run_stage("train", run, silent)
+    data = PreparedData.open(run.train_data)
+    order = Packs(data.lengths.tolist(), pack_tokens=128, seed=0).read_from(Position())
+    packs = [pack for pack, _ in itertools.islice(order, 8)]
+    # Threads read ahead side by side.
+    assert sorted(read) == sorted(data[number].sample_id for pack in packs for number in pack)
 
 
 def test_every_step_says_what_it_waited_for_and_moved(recipe_values: Values, tmp_path: Path) -> None:

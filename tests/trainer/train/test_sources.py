@@ -264,3 +264,42 @@ def test_closing_ahead_stops_what_makes_the_items() -> None:
     coming.close()
     assert closed == [True]
     assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_gpus_batches_are_the_cpus(name: str, target: Target, tmp_path: Path) -> None:
+    """Red when codes are read before their copy has arrived, memory is given away while a step reads it, or the GPU
+    dequantises to other bits."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, none is available")
+    url, spec = str(tmp_path / "store"), spec_of(target, ENCODINGS[name])
+    fill(url, target, ENCODINGS[name], DOCUMENTS)
+    packs = [PACKS[number % 3] for number in range(60)]
+    source = StoreSource(StoreReader(url, spec), device="cuda")
+    expected = list(StoreSource(StoreReader(url, spec)).batches(PACKS))
+    for number, batch in enumerate(source.batches(packs)):
+        torch.empty(1 << 24, device="cuda").fill_(number)  # work on the step's stream, in memory given back before
+        assert batch.aux_hidden.device.type == "cuda"
+        assert_same(batch.to("cpu"), expected[number % 3])
+    assert source.traffic.device_wait_s >= 0
+    with StoreWriter(str(tmp_path / "filled"), spec, calibration_tokens=20) as writer:
+        filling = FillingSource(target, writer, url=str(tmp_path / "filled"), device="cuda")
+        filling.calibrate(DOCUMENTS)
+        first = [batch.to("cpu") for batch in filling.batches(PACKS)]
+        writer.flush()
+        for found, batch in zip(filling.batches(PACKS), first, strict=True):
+            assert_same(found.to("cpu"), batch)
+        filling.close()
+
+
+@pytest.mark.gpu
+def test_the_online_source_runs_ahead_on_the_gpu(target_folder: Path) -> None:
+    """Red when a batch made in the thread is read before the target has finished it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, none is available")
+    target = Target.load(str(target_folder), dtype="bfloat16", device="cuda")
+    packs = [PACKS[number % 3] for number in range(30)]
+    alone = [[capture_sample(target, sample) for sample in pack] for pack in PACKS]
+    for number, batch in enumerate(OnlineSource(target, device="cuda").batches(packs)):
+        assert torch.equal(batch.aux_hidden, torch.cat([states.aux_hidden for states in alone[number % 3]]))
