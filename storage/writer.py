@@ -5,9 +5,9 @@
 line in the index. A kill in between leaves rows that no index entry names: not data, only bytes. What is committed is
 never touched again, so an error costs the samples after it and nothing else.
 
-All samples that are ready when the index is written share one write of it: their files' fsyncs run side by side, and
-a short sample costs 1 ms instead of the 27 ms that a commit of its own took. The price: `write` returning says nothing
-about durability; `flush` and `close` do.
+All samples that are ready when the index is written share one write of it, and their files' fsyncs run side by side:
+a sample of 150 tokens (D = 576) takes 7 ms on two cores, most of it encoding, instead of the 27 ms that a commit of its
+own took. The price: `write` returning says nothing about durability; `flush` and `close` do.
 
 A lossy encoding needs statistics. A writer takes those of a segment that is committed already, or holds its first
 samples back until `calibration_tokens` are there; a flush calibrates with what there is.
