@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import soft_target_rows
-from kernels.linear_soft_target_plan import Plan, Rows, make_plan, to_host, used_targets
+from kernels.linear_soft_target_plan import Plan, Rows, find_pieces, make_plan, used_targets
 from kernels.reference import HiddenTargets, TopKTargets, accumulation_dtype
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
 
@@ -93,7 +93,8 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
     target_dtype = call.targets.head.dtype if isinstance(call.targets, HiddenTargets) else wide
     plan = _plan(call, hidden[0], head, target_dtype)
     num_rows = plan.place.shape[0]
-    mixing = _mixing(call, plan)
+    weight = _of_steps(call.row_weight, plan, wide)
+    mixing = None if call.mixing is None else _of_steps(call.mixing, plan, wide)
     results = RowResults.empty(num_rows, dtype, device)
     grad_hidden: list[Tensor | None] = [
         (states if call.overwrite_hidden else torch.empty_like(states)) if needed else None
@@ -120,7 +121,7 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
             else:
                 torch.index_select(of_step, 0, rows, out=states[start:stop])
         logits = torch.mm(states, weights.t(), out=logits_buffer[: chunk.num_rows])
-        _soft_target_rows(call, plan, mixing, first, last, logits, targets, results.rows(first, last))
+        _soft_target_rows(call, plan, weight, mixing, first, last, logits, targets, results.rows(first, last))
         if accumulated is not None:
             _accumulate(accumulated, logits, states, first=first == 0)
         if any(call.needs_hidden):
@@ -139,7 +140,7 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
                 # What lies there: hidden states that are overwritten, or nothing yet.
                 gradient[rows] = 0
 
-    loss = (results.loss * plan.weight).sum()
+    loss = (results.loss * weight).sum()
     by_step = [of_chunks[plan.place] for of_chunks in (results.loss, results.alpha, results.correct)]
     row_loss, alpha, correct = by_step
     counts = [rows.shape[0] for rows in call.rows]
@@ -156,49 +157,33 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
 def _plan(call: Call, hidden: Tensor, head: Tensor, target_dtype: torch.dtype) -> Plan:
     """hidden [A, D]: any step's. ValueError if an index is out of range, or the rows of a step do not ascend."""
     num_targets = call.target_index.shape[0]
-    rows, target_rows = to_host(call.rows, call.target_rows)
-    for name, indices, end in (("rows", rows, hidden.shape[0]), ("target_rows", target_rows, num_targets)):
-        for index in indices:
-            _check_range(name, index, 0, end)
-    if call.target_index.device.type == "cpu":  # elsewhere looking would wait; such a row is never correct
-        _check_range("target_index", call.target_index, -1, head.shape[0])
-    if any(bool((index[1:] <= index[:-1]).any()) for index in rows):
-        raise ValueError("rows must be strictly ascending within each step: a row may count once")
-    is_used = used_targets(target_rows, num_targets)
+    pieces = find_pieces(call.rows, call.target_rows, hidden.shape[0], num_targets)
+    if call.target_index.device.type == "cpu" and num_targets:  # elsewhere looking would wait
+        smallest, largest = int(call.target_index.min()), int(call.target_index.max())
+        if smallest < -1 or largest >= head.shape[0]:
+            wrong = smallest if smallest < -1 else largest
+            raise ValueError(f"target_index contains {wrong}: use -1 .. {head.shape[0] - 1}")
+    is_used = used_targets(pieces, num_targets)
     num_used = int(is_used.sum())
     chunk_rows = call.chunk_rows or default_chunk_rows(
-        num_used, len(rows), head.shape[0], head.shape[1], hidden.element_size(), target_dtype.itemsize
+        num_used, len(call.rows), head.shape[0], head.shape[1], hidden.element_size(), target_dtype.itemsize
     )
     return make_plan(
-        rows,
-        target_rows,
+        pieces,
         is_used,
+        num_steps=len(call.rows),
         num_states=hidden.shape[0],
-        row_weight=call.row_weight,
-        weight_dtype=accumulation_dtype(hidden.dtype),
-        with_steps=call.mixing is not None,
         chunk_rows=max(1, min(chunk_rows, num_used)),
         device=head.device,
     )
 
 
-def _mixing(call: Call, plan: Plan) -> Tensor | None:
-    """lam of every row, in the chunks' order: float32 (float64) [n]."""
-    if call.mixing is None:
-        return None
-    assert plan.step is not None
-    if isinstance(call.mixing, Tensor):
-        by_step = call.mixing.detach()
-    else:
-        by_step = torch.tensor(call.mixing, dtype=plan.weight.dtype)
-    return by_step.to(device=plan.weight.device, dtype=plan.weight.dtype)[plan.step]
-
-
-def _check_range(name: str, index: Tensor, low: int, end: int) -> None:
-    if index.shape[0]:
-        smallest, largest = int(index.min()), int(index.max())
-        if smallest < low or largest >= end:
-            raise ValueError(f"{name} contains {smallest if smallest < low else largest}: use {low} .. {end - 1}")
+def _of_steps(values: Sequence[float] | Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """A number a step -> one a row, in the chunks' order: [n]."""
+    device = plan.step.device
+    if not isinstance(values, Tensor):
+        values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return values.detach().to(device=device, dtype=dtype, non_blocking=True)[plan.step]
 
 
 def _padded(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -247,10 +232,10 @@ def _log_sum_exp(call: Call, logits: Tensor) -> Tensor:
 
 
 def _soft_target_rows(
-    call: Call, plan: Plan, mixing: Tensor | None, first: int, last: int, logits: Tensor, targets: TargetRows,
-    results: RowResults,
+    call: Call, plan: Plan, weight: Tensor, mixing: Tensor | None, first: int, last: int, logits: Tensor,
+    targets: TargetRows, results: RowResults,
 ) -> None:  # fmt: skip
-    target_row, weight = plan.target_row[first:last], plan.weight[first:last]
+    target_row, weight = plan.target_row[first:last], weight[first:last]
     mixing = None if mixing is None else mixing[first:last]
     write_gradient = call.needs_head or any(call.needs_hidden)
     if call.backend == "torch":

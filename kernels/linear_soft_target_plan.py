@@ -5,9 +5,10 @@
     rows of step 1             k l | m n o p | q r
     the buffer of a chunk  [a b c d k l] [e f g h m n o p] [i q r]: one product each
 
-A trainer knows its rows on the host, from the masks, before any forward; then the device is given two small copies and
-nothing waits for it. Indices on the device cost one wait. Made of vector operations over all rows: a loop over chunks
-and steps would take longer than the products of a short batch.
+A trainer knows its rows on the host, from the masks, before any forward; then one small copy goes to the device, and
+nothing waits for it. (Indices on the device cost one wait.) The work is proportional to the *pieces*: ranges of rows
+whose targets are a range too, cut where a chunk ends. A batch has a few a turn and step, not one a row; the vectors
+over all rows are made on the device.
 """
 
 # mypy: allow-untyped-calls
@@ -51,10 +52,8 @@ class Plan:
     """int64 [n]: of each row in the order of the steps, its place in the order of the chunks."""
     target_row: Tensor
     """int64 [n]: rows within the chunk's target rows."""
-    weight: Tensor
-    """float32 (float64 for float64 hidden states) [n]."""
-    step: Tensor | None
-    """int64 [n], only where asked for."""
+    step: Tensor
+    """int64 [n]."""
     chunks: tuple[Chunk, ...]
     other_rows: tuple[tuple[Rows, ...], ...]
     """K: the rows of hidden[k] that do not count at step k."""
@@ -62,144 +61,161 @@ class Plan:
     """Target rows of a chunk at most."""
 
 
-def to_host(*groups: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Index tensors on the CPU; those of a device in one copy."""
-    flat = [index for group in groups for index in group]
-    if flat and flat[0].device.type != "cpu":
-        flat = list(torch.cat(flat).cpu().split([index.shape[0] for index in flat]))
-    moved = iter(flat)
-    return [[next(moved) for _ in group] for group in groups]
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Ranges of rows whose target rows are ranges too, step after step; int64 [P] on the host."""
+
+    step: Tensor
+    row: Tensor
+    """First row."""
+    target: Tensor
+    """First target row."""
+    size: Tensor
+    """Rows, at least 1."""
+
+    def where(self, chosen: Rows) -> Pieces:
+        """Some of them."""
+        return Pieces(self.step[chosen], self.row[chosen], self.target[chosen], self.size[chosen])
 
 
-def used_targets(target_rows: Sequence[Tensor], num_targets: int) -> Tensor:
-    """bool [num_targets]: the target rows that are named; indices in range, on the host."""
-    is_used = torch.zeros(num_targets, dtype=torch.bool)
-    for index in target_rows:
-        is_used[index] = True
-    return is_used
+def find_pieces(rows: Sequence[Tensor], target_rows: Sequence[Tensor], num_states: int, num_targets: int) -> Pieces:
+    """K pairs of int64 tensors [n_k], on one device. ValueError if an index is out of range, or rows do not ascend."""
+    if rows[0].device.type != "cpu":
+        flat = torch.cat([*rows, *target_rows]).cpu().split([index.shape[0] for index in (*rows, *target_rows)])
+        rows, target_rows = flat[: len(rows)], flat[len(rows) :]
+    found = []
+    for step, (own, its) in enumerate(zip(rows, target_rows, strict=True)):
+        count = own.shape[0]
+        if not count:
+            continue
+        steady = (own[1:] - own[:-1] == 1) & (its[1:] - its[:-1] == 1)
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), (~steady).nonzero().flatten() + 1])
+        size = torch.diff(start, append=torch.tensor([count]))
+        found.append(Pieces(torch.full_like(start, step), own[start], its[start], size))
+    if not found:
+        none = torch.empty(0, dtype=torch.int64)
+        return Pieces(none, none, none, none)
+    pieces = Pieces(*(torch.cat([getattr(part, name) for part in found]) for name in ("step", "row", "target", "size")))
+    for name, first, end in (("rows", pieces.row, num_states), ("target_rows", pieces.target, num_targets)):
+        smallest, largest = int(first.min()), int((first + pieces.size - 1).max())
+        if smallest < 0 or largest >= end:
+            raise ValueError(f"{name} contains {smallest if smallest < 0 else largest}: use 0 .. {end - 1}")
+    after = pieces.row + pieces.size
+    if bool(((pieces.row[1:] < after[:-1]) & (pieces.step[1:] == pieces.step[:-1])).any()):
+        raise ValueError("rows must be strictly ascending within each step: a row may count once")
+    return pieces
+
+
+def used_targets(pieces: Pieces, num_targets: int) -> Tensor:
+    """bool [num_targets]: the target rows that are named, on the host."""
+    edges = torch.zeros(num_targets + 1, dtype=torch.int64)
+    edges.index_add_(0, pieces.target, torch.ones_like(pieces.target))
+    edges.index_add_(0, pieces.target + pieces.size, -torch.ones_like(pieces.target))
+    return edges.cumsum(0)[:-1] > 0
 
 
 def make_plan(
-    rows: Sequence[Tensor],
-    target_rows: Sequence[Tensor],
-    is_used: Tensor,
-    *,
-    num_states: int,
-    row_weight: Sequence[float],
-    weight_dtype: torch.dtype,
-    with_steps: bool,
-    chunk_rows: int,
-    device: torch.device,
+    pieces: Pieces, is_used: Tensor, *, num_steps: int, num_states: int, chunk_rows: int, device: torch.device
 ) -> Plan:
-    """Put the rows of all K steps into chunks of chunk_rows used target rows.
-
-    rows, target_rows: K int64 tensors [n_k] on the host, rows strictly ascending in each. is_used: `used_targets`.
-    num_states: A, the rows of each step's hidden states.
-    """
-    counts = torch.tensor([index.shape[0] for index in rows])
-    num_steps = counts.shape[0]
-    of_step = torch.repeat_interleave(torch.arange(num_steps), counts)
-    all_rows, all_targets = torch.cat(list(rows)), torch.cat(list(target_rows))
+    """Put the pieces into chunks of chunk_rows used target rows. num_states: A, the rows of a step's hidden states."""
     used = is_used.nonzero().flatten()
     num_chunks = -(-used.shape[0] // chunk_rows)
-    target_place = (is_used.cumsum(0) - 1)[all_targets]
-    chunk = torch.div(target_place, chunk_rows, rounding_mode="floor")
+    number = is_used.cumsum(0) - 1 if pieces.size.shape[0] else is_used.to(torch.int64)
+    cut, target_place = _cut(pieces, number, chunk_rows)
+    # The order of the steps is that of `cut`; the order of the chunks sorts its pieces, which keep their order within.
+    group = torch.div(target_place, chunk_rows, rounding_mode="floor") * num_steps + cut.step
+    order = group.argsort(stable=True)
+    moved = cut.where(order)
+    start_by_chunk = moved.size.cumsum(0) - moved.size
+    start_by_step = cut.size.cumsum(0) - cut.size
+    shift = torch.empty_like(start_by_chunk)
+    shift[order] = start_by_chunk
+    shift -= start_by_step
+    first_target = target_place[order] % chunk_rows - start_by_chunk
 
-    # Rows of a (chunk, step) stay in the order that they have in the step: a stable counting sort by chunk and step.
-    group = chunk * num_steps + of_step
-    sizes = torch.bincount(group, minlength=num_chunks * num_steps)
-    starts = sizes.cumsum(0) - sizes
-    order = _stable_order(group, of_step, chunk)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0])
-
-    row = all_rows[order]
-    is_range = _are_ranges(row, starts, sizes)
-    chunks_of_used = [used[i : i + chunk_rows] for i in range(0, used.shape[0], chunk_rows)]
-    others = [_others(index, num_states) for index in rows]
-    indices = [place, target_place[order] % chunk_rows]
-    indices += [of_step[order]] if with_steps else []
-    indices += [row] if not all(is_range) else []
-    lists = [index for index in (*chunks_of_used, *(part for parts in others for part in parts)) if not _is_run(index)]
-    moved = _upload([*indices, *lists], device)
-    row_on_device = moved[len(indices) - 1] if not all(is_range) else None
-    moved_lists = iter(moved[len(indices) :])
-
-    def placed(index: Tensor) -> Rows:
-        return _range(index) if _is_run(index) else next(moved_lists)
-
-    targets = [placed(index) for index in chunks_of_used]
-    other_rows = tuple(tuple(placed(part) for part in parts) for parts in others)
-    begin, size, first = starts.tolist(), sizes.tolist(), row[starts.clamp(max=max(row.shape[0] - 1, 0))].tolist()
+    of_group = [0, *torch.bincount(group, minlength=num_chunks * num_steps).cumsum(0).tolist()]
+    begin, row, size = start_by_chunk.tolist(), moved.row.tolist(), moved.size.tolist()
+    num_rows = int(cut.size.sum())
+    lists: list[Tensor] = []  # what is no range, to be gathered: uploaded with the tables
     chunks = []
-    for number in range(num_chunks):
-        start = begin[number * num_steps]
-        bounds, of_steps = [0], list[Rows]()
-        for index in range(number * num_steps, (number + 1) * num_steps):
-            bounds.append(bounds[-1] + size[index])
-            if is_range[index]:
-                of_steps.append(slice(first[index], first[index] + size[index]))
+    for chunk in range(num_chunks):
+        bounds, of_steps = [0], list[Rows | int]()
+        for step in range(num_steps):
+            first, last = of_group[chunk * num_steps + step], of_group[chunk * num_steps + step + 1]
+            bounds.append(bounds[-1] + sum(size[first:last]))
+            if last - first > 1:
+                lists.append(_rows_of(moved.where(slice(first, last))))
+                of_steps.append(len(lists) - 1)
             else:
-                assert row_on_device is not None
-                of_steps.append(row_on_device[begin[index] : begin[index] + size[index]])
-        chunks.append(Chunk(start, tuple(bounds), tuple(of_steps), targets[number]))
-    weight = torch.tensor(list(row_weight), dtype=weight_dtype)[of_step[order]]
+                of_steps.append(slice(row[first], row[first] + size[first]) if first < last else slice(0, 0))
+        of_used = used[chunk * chunk_rows : (chunk + 1) * chunk_rows]
+        targets: Rows | int | None = _range(of_used)
+        if targets is None:
+            lists.append(of_used)
+            targets = len(lists) - 1
+        chunks.append((begin[of_group[chunk * num_steps]], tuple(bounds), of_steps, targets))
+    others = _other_rows(pieces, num_steps, num_states)
+    tables = [shift, cut.size, first_target, moved.size, moved.step]
+    shift, size_by_step, first_target, size_by_chunk, step_by_chunk, *gathered = _upload([*tables, *lists], device)
+
+    def over_rows(values: Tensor, sizes: Tensor) -> Tensor:
+        return torch.repeat_interleave(values, sizes, output_size=num_rows)
+
+    def placed(rows: Rows | int) -> Rows:
+        return gathered[rows] if isinstance(rows, int) else rows
+
+    count = torch.arange(num_rows, device=device)
     return Plan(
-        place=moved[0],
-        target_row=moved[1],
-        weight=_upload([weight], device)[0],
-        step=moved[2] if with_steps else None,
-        chunks=tuple(chunks),
-        other_rows=other_rows,
+        place=count + over_rows(shift, size_by_step),
+        target_row=count + over_rows(first_target, size_by_chunk),
+        step=over_rows(step_by_chunk, size_by_chunk),
+        chunks=tuple(
+            Chunk(start, bounds, tuple(map(placed, of_steps)), placed(targets))
+            for start, bounds, of_steps, targets in chunks
+        ),
+        other_rows=others,
         chunk_rows=chunk_rows,
     )
 
 
-def _stable_order(group: Tensor, of_step: Tensor, chunk: Tensor) -> Tensor:
-    """argsort(group, stable); a trainer's targets ascend in each step, so that no sort is needed there."""
-    same_step = of_step[1:] == of_step[:-1]
-    if bool(((chunk[1:] < chunk[:-1]) & same_step).any()):
-        return group.argsort(stable=True)
-    # Each (step, chunk) is one range of the step order: move the ranges.
-    edge = torch.ones(group.shape[0], dtype=torch.bool)
-    edge[1:] = group[1:] != group[:-1]
-    range_start = edge.nonzero().flatten()
-    length = torch.diff(range_start, append=torch.tensor([group.shape[0]]))
-    by_group = group[range_start].argsort()
-    range_start, length = range_start[by_group], length[by_group]
-    shift = range_start - (length.cumsum(0) - length)
-    return torch.arange(group.shape[0]) + torch.repeat_interleave(shift, length)
+def _cut(pieces: Pieces, number: Tensor, chunk_rows: int) -> tuple[Pieces, Tensor]:
+    """The pieces cut where a chunk ends, and the number of each one's first target among those in use."""
+    first = number[pieces.target]
+    first_chunk = torch.div(first, chunk_rows, rounding_mode="floor")
+    parts = torch.div(first + pieces.size - 1, chunk_rows, rounding_mode="floor") - first_chunk + 1
+    piece = torch.repeat_interleave(torch.arange(parts.shape[0]), parts)
+    part = torch.arange(piece.shape[0]) - torch.repeat_interleave(parts.cumsum(0) - parts, parts)
+    edge = (first_chunk[piece] + part) * chunk_rows
+    begin = torch.maximum(edge, first[piece])
+    size = torch.minimum(edge + chunk_rows, (first + pieces.size)[piece]) - begin
+    skipped = begin - first[piece]
+    cut = Pieces(pieces.step[piece], pieces.row[piece] + skipped, pieces.target[piece] + skipped, size)
+    return cut, begin
 
 
-def _are_ranges(row: Tensor, starts: Tensor, sizes: Tensor) -> list[bool]:
-    """Whether the ascending rows of each group are consecutive numbers; empty ones are."""
-    if not row.shape[0]:
-        return [True] * starts.shape[0]
-    last = (starts + sizes - 1).clamp(min=0)
-    whole = row[last] - row[starts.clamp(max=row.shape[0] - 1)] == sizes - 1
-    result: list[bool] = (whole | (sizes == 0)).tolist()
-    return result
+def _rows_of(pieces: Pieces) -> Tensor:
+    start = pieces.size.cumsum(0) - pieces.size
+    return torch.arange(int(pieces.size.sum())) + torch.repeat_interleave(pieces.row - start, pieces.size)
 
 
-def _others(rows: Tensor, num_states: int) -> list[Tensor]:
-    """What is missing in ascending rows of 0 .. num_states - 1: up to two ranges, or all in one."""
-    if not rows.shape[0]:
-        return [torch.arange(num_states)] if num_states else []
-    if _is_run(rows):
-        parts = [torch.arange(int(rows[0])), torch.arange(int(rows[-1]) + 1, num_states)]
-    else:
-        missing = torch.ones(num_states, dtype=torch.bool)
-        missing[rows] = False
-        parts = [missing.nonzero().flatten()]
-    return [part for part in parts if part.shape[0]]
+def _other_rows(pieces: Pieces, num_steps: int, num_states: int) -> tuple[tuple[slice, ...], ...]:
+    """The gaps between each step's pieces, which ascend."""
+    gaps = [list[slice]() for _ in range(num_steps)]
+    reached = [0] * num_steps
+    for step, row, size in zip(pieces.step.tolist(), pieces.row.tolist(), pieces.size.tolist(), strict=True):
+        if row > reached[step]:
+            gaps[step].append(slice(reached[step], row))
+        reached[step] = row + size
+    for of_step, end in zip(gaps, reached, strict=True):
+        if end < num_states:
+            of_step.append(slice(end, num_states))
+    return tuple(map(tuple, gaps))
 
 
-def _is_run(index: Tensor) -> bool:
-    return index.shape[0] > 0 and int(index[-1]) - int(index[0]) == index.shape[0] - 1
-
-
-def _range(index: Tensor) -> slice:
-    return slice(int(index[0]), int(index[-1]) + 1)
+def _range(index: Tensor) -> slice | None:
+    """Ascending indices as a range, if they are one."""
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first == index.shape[0] - 1 else None
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

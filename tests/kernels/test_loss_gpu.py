@@ -122,6 +122,7 @@ def test_linear_addresses_in_64_bits(cuda: torch.device) -> None:
     assert not gradient[:, :-300].any()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_rows_of_the_host_need_no_wait(cuda: torch.device) -> None:
     """Red when something waits for the device, or rows that lie apart are taken for a range."""
     on_device = make_case(cuda, torch.float32, rows=((0, 1, 2, 4, 5, 8), (0, 3, 8), ()))
