@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from kernels import soft_target_rows
-from kernels.linear_soft_target_plan import Plan, Rows, find_pieces, make_plan, used_targets
+from kernels.linear_soft_target_plan import Plan, Rows, RowVectors, find_pieces, make_plan, used_targets
 from kernels.reference import HiddenTargets, TopKTargets, accumulation_dtype
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
 
-# Rows of a product of all steps: from 3,584 on the products' speed does not grow (H200, D 4096), but every chunk reads
-# and writes the head's float32 gradient once, so long inputs take twice that.
-_PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 3584, 7168, 16
+# Rows of a product of all steps: 2% slower at 3,584 and no faster at 7,168 (H200, D 4096); but every chunk reads and
+# writes the head's float32 gradient once, so long inputs take more.
+_PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 5120, 7168, 16
 _MIN_CHUNK_ROWS = 128
 # Of the memory that all logits and soft targets, and the head's float32 gradient, would take: the share that a chunk
 # may, above and below 8,192 target rows.
-_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 13, 1 / 3.6
+_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 14, 1 / 3.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Computed:
 def default_chunk_rows(
     num_targets: int, num_steps: int, num_columns: int, hidden_size: int, itemsize: int, target_itemsize: int
 ) -> int:
-    """Target rows a chunk: a product of about 3,584 rows; fewer where its logits would not be small beside all, up to
+    """Target rows a chunk: a product of about 5,120 rows; fewer where its logits would not be small beside all, up to
     7,168 where there would be more than 16 chunks.
 
-    All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/13 of
+    All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/14 of
     their sum from 8,192 target rows on, and below 1/3.6 of it under them.
     """
     all_bytes = num_columns * (num_targets * (num_steps * itemsize + target_itemsize) + 4 * hidden_size)
@@ -92,9 +92,8 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
     is_hidden = isinstance(call.targets, HiddenTargets)
     target_dtype = call.targets.head.dtype if isinstance(call.targets, HiddenTargets) else wide
     plan = _plan(call, hidden[0], head, target_dtype)
-    num_rows = plan.place.shape[0]
-    weight = _of_steps(call.row_weight, plan, wide)
-    mixing = None if call.mixing is None else _of_steps(call.mixing, plan, wide)
+    num_rows = plan.num_rows
+    vectors: _Vectors | None = None
     results = RowResults.empty(num_rows, dtype, device)
     grad_hidden: list[Tensor | None] = [
         (states if call.overwrite_hidden else torch.empty_like(states)) if needed else None
@@ -121,7 +120,9 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
             else:
                 torch.index_select(of_step, 0, rows, out=states[start:stop])
         logits = torch.mm(states, weights.t(), out=logits_buffer[: chunk.num_rows])
-        _soft_target_rows(call, plan, weight, mixing, first, last, logits, targets, results.rows(first, last))
+        if vectors is None:
+            vectors = _Vectors.of(call, plan, wide, device)  # while the first product runs
+        _soft_target_rows(call, vectors, first, last, logits, targets, results.rows(first, last))
         if accumulated is not None:
             _accumulate(accumulated, logits, states, first=first == 0)
         if any(call.needs_hidden):
@@ -140,9 +141,10 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
                 # What lies there: hidden states that are overwritten, or nothing yet.
                 gradient[rows] = 0
 
-    loss = (results.loss * weight).sum()
-    by_step = [of_chunks[plan.place] for of_chunks in (results.loss, results.alpha, results.correct)]
-    row_loss, alpha, correct = by_step
+    if vectors is None:  # no row counts
+        vectors = _Vectors.of(call, plan, wide, device)
+    loss = (results.loss * vectors.weight).sum()
+    row_loss, alpha, correct = (of[vectors.rows.place] for of in (results.loss, results.alpha, results.correct))
     counts = [rows.shape[0] for rows in call.rows]
     return Computed(
         loss=loss,
@@ -178,12 +180,26 @@ def _plan(call: Call, hidden: Tensor, head: Tensor, target_dtype: torch.dtype) -
     )
 
 
-def _of_steps(values: Sequence[float] | Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """A number a step -> one a row, in the chunks' order: [n]."""
-    device = plan.step.device
-    if not isinstance(values, Tensor):
-        values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return values.detach().to(device=device, dtype=dtype, non_blocking=True)[plan.step]
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """What the row maths needs of every row, in the chunks' order."""
+
+    rows: RowVectors
+    weight: Tensor
+    """float32 (float64) [n]."""
+    mixing: Tensor | None
+    """The same."""
+
+    @classmethod
+    def of(cls, call: Call, plan: Plan, dtype: torch.dtype, device: torch.device) -> _Vectors:
+        rows = plan.row_vectors(device)
+
+        def of_steps(values: Sequence[float] | Tensor) -> Tensor:
+            if not isinstance(values, Tensor):
+                values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+            return values.detach().to(device=device, dtype=dtype, non_blocking=True)[rows.step]
+
+        return cls(rows, of_steps(call.row_weight), None if call.mixing is None else of_steps(call.mixing))
 
 
 def _padded(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -232,11 +248,10 @@ def _log_sum_exp(call: Call, logits: Tensor) -> Tensor:
 
 
 def _soft_target_rows(
-    call: Call, plan: Plan, weight: Tensor, mixing: Tensor | None, first: int, last: int, logits: Tensor,
-    targets: TargetRows, results: RowResults,
-) -> None:  # fmt: skip
-    target_row, weight = plan.target_row[first:last], weight[first:last]
-    mixing = None if mixing is None else mixing[first:last]
+    call: Call, vectors: _Vectors, first: int, last: int, logits: Tensor, targets: TargetRows, results: RowResults
+) -> None:
+    target_row, weight = vectors.rows.target_row[first:last], vectors.weight[first:last]
+    mixing = None if vectors.mixing is None else vectors.mixing[first:last]
     write_gradient = call.needs_head or any(call.needs_hidden)
     if call.backend == "torch":
         soft_target_rows.soft_target_rows(
