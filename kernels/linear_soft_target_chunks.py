@@ -26,7 +26,7 @@ _PRODUCT_ROWS, _MOST_PRODUCT_ROWS, _CHUNKS_BEFORE_MORE = 5120, 7168, 16
 _MIN_CHUNK_ROWS = 128
 # Of the memory that all logits and soft targets, and the head's float32 gradient, would take: the share that a chunk
 # may, above and below 8,192 target rows.
-_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 14, 1 / 3.6
+_LARGE, _SHARE_LARGE, _SHARE_SMALL = 8192, 1 / 15.5, 1 / 3.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def default_chunk_rows(
     """Target rows a chunk: a product of about 5,120 rows; fewer where its logits would not be small beside all, up to
     7,168 where there would be more than 16 chunks.
 
-    All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/14 of
-    their sum from 8,192 target rows on, and below 1/3.6 of it under them.
+    All logits and soft targets take T * (K + 1) * Vd elements, the head's gradient Vd * D; a chunk stays below 1/15.5
+    of their sum from 8,192 target rows on, and below 1/3.6 of it under them.
     """
     all_bytes = num_columns * (num_targets * (num_steps * itemsize + target_itemsize) + 4 * hidden_size)
     share = _SHARE_LARGE if num_targets >= _LARGE else _SHARE_SMALL
@@ -139,7 +139,10 @@ def compute(call: Call, hidden: Sequence[Tensor], head: Tensor) -> Computed:
         if gradient is not None:
             for rows in others:
                 # What lies there: hidden states that are overwritten, or nothing yet.
-                gradient[rows] = 0
+                if isinstance(rows, slice):
+                    gradient[rows].zero_()
+                else:
+                    gradient.index_fill_(0, rows, 0.0)
 
     if vectors is None:  # no row counts
         vectors = _Vectors.of(call, plan, wide, device)

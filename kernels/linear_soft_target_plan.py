@@ -29,6 +29,8 @@ from torch import Tensor
 Rows = slice | Tensor
 """Rows of a tensor: a range, or int64 indices on its device."""
 Ints = npt.NDArray[np.int64]
+# Rows in so many ranges are written range by range: a launch each, of 10 us.
+_MOST_RANGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class Plan:
     """All chunks, and what the vectors over their rows are made from."""
 
     chunks: tuple[Chunk, ...]
-    other_rows: tuple[tuple[slice, ...], ...]
-    """K: the rows of hidden[k] that do not count at step k."""
+    other_rows: tuple[tuple[Rows, ...], ...]
+    """K: the rows of hidden[k] that do not count at step k: a range or two, or indices."""
     chunk_rows: int
     """Target rows of a chunk at most."""
     num_rows: int
@@ -189,6 +191,13 @@ def make_plan(
             targets = len(lists)
             lists.append(of_used)
         found.append((begin[of_group[chunk * num_steps]], bounds, of_steps, targets))
+    others: list[list[slice | int]] = []
+    for gaps in _other_rows(pieces, num_steps, num_states):
+        if len(gaps) <= _MOST_RANGES:
+            others.append(list(gaps))
+        else:
+            others.append([len(lists)])
+            lists.append(np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
     gathered = _upload(lists, device) if lists else []
 
     def placed(rows: slice | int) -> Rows:
@@ -199,7 +208,7 @@ def make_plan(
             Chunk(start, tuple(bounds), tuple(map(placed, of_steps)), placed(targets))
             for start, bounds, of_steps, targets in found
         ),
-        other_rows=_other_rows(pieces, num_steps, num_states),
+        other_rows=tuple(tuple(map(placed, parts)) for parts in others),
         chunk_rows=chunk_rows,
         num_rows=sum(size),
         tables=(shift, cut.size, target[order] % chunk_rows - start_by_chunk, moved.step, moved.size),
@@ -226,7 +235,7 @@ def _rows_of(pieces: Pieces) -> Ints:
     return np.arange(int(pieces.size.sum())) + np.repeat(pieces.row - start, pieces.size)
 
 
-def _other_rows(pieces: Pieces, num_steps: int, num_states: int) -> tuple[tuple[slice, ...], ...]:
+def _other_rows(pieces: Pieces, num_steps: int, num_states: int) -> list[list[slice]]:
     """The gaps between each step's pieces, which ascend."""
     gaps = [list[slice]() for _ in range(num_steps)]
     reached = [0] * num_steps
@@ -237,7 +246,7 @@ def _other_rows(pieces: Pieces, num_steps: int, num_states: int) -> tuple[tuple[
     for of_step, end in zip(gaps, reached, strict=True):
         if end < num_states:
             of_step.append(slice(end, num_states))
-    return tuple(map(tuple, gaps))
+    return gaps
 
 
 def _upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
