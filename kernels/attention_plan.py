@@ -36,6 +36,9 @@ Rows = slice | Tensor
 CUDNN_CALL_PAIRS = 2**21
 # flash takes about twice cuDNN's time a pair (23.9 ms for the same), and is one call for all documents.
 FLASH_SLOWDOWN = 2
+# What gathering a row of a batch costs, forward and backward: some 90 kB of traffic (32 query, 8 key heads of 128), by
+# kernels that move 1 TB/s. Documents of under about 2,000 tokens are better left where they lie, to flash.
+GATHER_PAIRS = 1000
 # What joining a run to the one before it may cost: a call more, which for a few rows runs far below the peak.
 JOIN_PAIRS = 3 * 2**20
 
@@ -236,13 +239,24 @@ def plan_calls(
         for_flash = []
         for batch in _batches(spans):
             _, size, prefix = _square(batch[0])
+            batch.sort(key=_start)
             padded = len(batch) * (size * size // 2 + size * prefix)
+            if len(batch) > 1 and not _follow_one_another(batch, size):
+                padded += len(batch) * size * GATHER_PAIRS
             if padded + CUDNN_CALL_PAIRS <= FLASH_SLOWDOWN * sum(_span_pairs(span) for span in batch):
-                calls.append(_cudnn_call(sorted(batch, key=_start), size, num_keys, num_active_rows(runs), device))
+                calls.append(_cudnn_call(batch, size, num_keys, num_active_rows(runs), device))
             else:
                 for_flash += batch
     calls += flash_calls(for_flash, device)
     return calls
+
+
+def _follow_one_another(batch: Sequence[Span], size: int) -> bool:
+    """Whether the squares of a batch are one range of rows, without dummies."""
+    starts = [_start(span) for span in batch]
+    return all(span[-1].end - _start(span) == size for span in batch) and all(
+        after - before == size for before, after in pairwise(starts)
+    )
 
 
 def flash_calls(spans: Iterable[Span], device: torch.device) -> list[FlashCall]:

@@ -71,8 +71,10 @@ def linear_soft_target_loss(
             gradient comes in its own, so a master's is not rounded.
         targets: the soft targets of M rows. HiddenTargets are multiplied in their head's dtype; TopKTargets may hold
             any k.
-        rows: K int64 tensors [n_k], strictly ascending: the rows of hidden[k] that count. May be empty.
-        target_rows: K int64 tensors [n_k]: their rows of targets. Target rows that nobody names cost nothing.
+        rows: K int64 tensors [n_k], strictly ascending: the rows of hidden[k] that count. May be empty. On the CPU,
+            best: on the device, the call waits for it once.
+        target_rows: K int64 tensors [n_k], where rows are: their rows of targets. Target rows that nobody names cost
+            nothing.
         target_index: int64 [M], the target's argmax as a draft-vocabulary index; -1 outside it: such a row adds 0 to
             the loss, is a miss and has a zero gradient.
         target_lse: float32 [M], log-sum-exp of the target's logits over its full vocabulary. TopKTargets hold
@@ -87,8 +89,9 @@ def linear_soft_target_loss(
         chunk_rows: target rows a chunk; None: what fits (`default_chunk_rows`).
         backend: "triton" or "torch"; `soft_target_loss.choose_loss_backend` chooses.
 
-    One host synchronisation a call. Of equal logits the lowest index is the argmax. What is not finite is not hidden
-    (see `soft_target_loss`).
+    Nothing waits for the device when rows and target_rows are on the CPU. A target_index out of range is refused on the
+    CPU, where looking costs nothing; elsewhere it is a row that is never correct. Of equal logits the lowest index is
+    the argmax. What is not finite is not hidden (see `soft_target_loss`).
 
     Raises: ValueError if shapes, dtypes, devices, indices or settings do not fit, a leaf is to be overwritten, or
         triton cannot run; RuntimeError from a second backward, or one that would retain the graph.
@@ -274,8 +277,10 @@ def _check_steps(
         for name, index in (("rows", own), ("target_rows", others)):
             if index.dim() != 1 or index.dtype != torch.int64:
                 raise ValueError(f"{name}[{step}] must be int64 [n], got {index.dtype} {tuple(index.shape)}")
-            if index.device != device:
-                raise ValueError(f"{name}[{step}] is on {index.device}, head on {device}: move one of them")
+            if index.device not in (device, torch.device("cpu")):
+                raise ValueError(f"{name}[{step}] is on {index.device}, head on {device}: leave it on the CPU")
+            if index.device != rows[0].device:
+                raise ValueError(f"{name}[{step}] is on {index.device}, rows[0] on {rows[0].device}: move one of them")
         if own.shape != others.shape:
             raise ValueError(f"rows[{step}] has {own.shape[0]} rows, target_rows[{step}] {others.shape[0]}")
     for step, weight in enumerate(row_weight):

@@ -125,13 +125,14 @@ class LinearCase:
         if self.master is self.head:
             self.master = self.head.clone()
         spans = layouts.supervised_spans(tokens, settings["layout"])
-        self.rows = [_indices(layouts.counting_rows(spans, step), device) for step in range(steps)]
+        # On the host, where a trainer has them from the masks.
+        self.rows = [_indices(layouts.counting_rows(spans, step)) for step in range(steps)]
         self.target_rows = [rows + 1 + step for step, rows in enumerate(self.rows)]
         self.weights = _row_weights([rows.shape[0] for rows in self.rows])
         self.target_index = torch.randint(vocab, (tokens,), device=device, generator=self.generator)
         self.target_lse = torch.full((tokens,), math.log(vocab) + 1.0, device=device)
-        self.inputs = [*self.hidden, self.last_hidden, self.head, self.target_head, self.master, *self.rows,
-                       *self.target_rows, self.target_index, self.target_lse]  # fmt: skip
+        self.inputs = [*self.hidden, self.last_hidden, self.head, self.target_head, self.master,
+                       self.target_index, self.target_lse]  # fmt: skip
 
     def _uniform(self, tensor: Tensor, bound: float = 1.0) -> Tensor:
         return tensor.uniform_(-bound, bound, generator=self.generator)
@@ -230,9 +231,9 @@ def _distance(own: Tensor, true: Tensor) -> float:
     return float((own.double() - true).norm() / true.norm().clamp_min(1e-30))
 
 
-def _indices(ranges: Sequence[layouts.Span], device: torch.device) -> Tensor:
-    none = [torch.empty(0, dtype=torch.int64, device=device)]
-    return torch.cat(none + [torch.arange(start, end, device=device) for start, end in ranges])
+def _indices(ranges: Sequence[layouts.Span]) -> Tensor:
+    none = [torch.empty(0, dtype=torch.int64)]
+    return torch.cat(none + [torch.arange(start, end) for start, end in ranges])
 
 
 def _dynamic_rows(tensor: Tensor) -> Tensor:

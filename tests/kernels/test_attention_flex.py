@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from kernels.flex_base_block import document_causal_block_mask
+from kernels.flex_base_block import BLOCK_SIZE, document_causal_block_mask
 from tests.kernels.attention_unroll import ALL_ROWS, SOME_ROWS, Layout, Unroll, assert_as_good_as_the_twin
 
 CPU = torch.device("cpu")
@@ -45,12 +45,14 @@ def test_block_mask_is_the_one_that_evaluation_finds(layout: Layout) -> None:
     if runs is not None:
         position = torch.cat([position[start:end] for start, end in runs])
     num_rows = len(position)
+    # Rows past the end, in the last block, attend like the last one: a block of theirs can be full.
+    position = torch.nn.functional.pad(position, (0, -num_rows % BLOCK_SIZE), value=int(position[-1]))
 
     def attends(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (document[position[row]] == document[column]) & (position[row] >= column)
 
-    evaluated = create_block_mask(attends, None, None, num_rows, num_tokens, device=CPU)
-    assert built.seq_lengths == evaluated.seq_lengths == (num_rows, num_tokens)
+    evaluated = create_block_mask(attends, None, None, len(position), num_tokens, device=CPU)
+    assert built.seq_lengths == (num_rows, num_tokens)
     assert built.BLOCK_SIZE == evaluated.BLOCK_SIZE
     for kind in ("kv", "full_kv", "q", "full_q"):
         counts, expected_counts = (getattr(mask, f"{kind}_num_blocks")[0, 0] for mask in (built, evaluated))
@@ -61,6 +63,17 @@ def test_block_mask_is_the_one_that_evaluation_finds(layout: Layout) -> None:
     row, column = torch.meshgrid(torch.arange(num_rows), torch.arange(num_tokens), indexing="ij")
     zero = torch.tensor(0)
     assert torch.equal(built.mask_mod(zero, zero, row, column), attends(zero, zero, row, column))
+
+
+@pytest.mark.parametrize("runs", [None, ((0, 40),), ((130, 1100),), ((200, 1000),), ((1099, 1100),)])
+def test_blocks_of_one_run_are_ranges(runs: tuple[tuple[int, int], ...] | None) -> None:
+    """Red when the hint that the kernel is given for one run, to count on from the first block, is wrong."""
+    built = document_causal_block_mask((1100,), runs, CPU)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(built, f"{kind}_{what}")[0, 0] for what in ("num_blocks", "indices"))
+        for row, count in enumerate(counts.tolist()):
+            blocks = indices[row, :count]
+            assert (blocks.diff() == 1).all(), (kind, row, blocks)
 
 
 def test_one_block_mask_serves_all_steps_also_after_inference_mode() -> None:

@@ -40,6 +40,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cuda: t
         pytest.skip("cuDNN attention is used from compute capability 9.0 on, this device has less")
     monkeypatch.setattr(attention_plan, "CUDNN_CALL_PAIRS", {"cudnn": ALWAYS, "flash": NEVER, "both": 2**16}[name])
     monkeypatch.setattr(attention_plan, "JOIN_PAIRS", 2**15)
+    monkeypatch.setattr(attention_plan, "GATHER_PAIRS", 0)
     if name == "cudnn":
         monkeypatch.setattr(attention_plan, "FLASH_SLOWDOWN", 2**20)
     base_block._cached_plan.cache_clear()

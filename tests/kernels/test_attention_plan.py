@@ -184,6 +184,7 @@ def test_planned_calls_are_exact(
     """Red when a row, key, dummy or part is misplaced, a dummy row gives a gradient, or a shared key loses one."""
     if use == "both":  # the larger batches of the long layouts; 2^14 pairs are 181 rows
         monkeypatch.setattr(attention_plan, "CUDNN_CALL_PAIRS", 2**14)
+        monkeypatch.setattr(attention_plan, "GATHER_PAIRS", 0)
     else:
         force(monkeypatch, use)
     monkeypatch.setattr(attention_plan, "JOIN_PAIRS", ALWAYS if join == "never" else NEVER)
@@ -248,7 +249,9 @@ def test_which_calls_are_made() -> None:
     assert shapes(((60000,), ((59900, 59910),))) == [("flash", 10, 59910, 1)]
     assert shapes(((300, 400, 500), None)) == [("flash", 500, 500, 3)]
     assert shapes(((1024,) * 16, None)) == [("cudnn", 16, 1024, 0)]
-    mixed = shapes(((900, 1300, 1000, 1000, 800, 1200, 1000, 1100) * 2, None))
+    # A batch of unlike documents is gathered: too dear for short ones.
+    assert shapes(((900, 1300, 1000, 1000, 800, 1200, 1000, 1100) * 2, None)) == [("flash", 1300, 1300, 16)]
+    mixed = shapes(((3900, 4000, 3500, 3800, 3600, 4090, 4050, 3700), None))
     assert [name for name, *_ in mixed] == ["cudnn"] * len(mixed)
     assert len(mixed) <= 3
     # Eight turns with answers of 512 rows: far apart, they are computed apart.

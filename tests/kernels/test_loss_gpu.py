@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.linear_soft_target_loss import HiddenTargets, linear_soft_target_loss
 from kernels.soft_target_loss import soft_target_loss
+from tests.kernels.linear_case import make_case
 
 pytestmark = pytest.mark.gpu
 # A gradient is rounded to bf16 once: half a unit in the last place, and as much for falling to the other side.
@@ -119,6 +120,22 @@ def test_linear_addresses_in_64_bits(cuda: torch.device) -> None:
     assert loss == expected_loss
     assert torch.equal(gradient[:, -300:], expected)
     assert not gradient[:, :-300].any()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_rows_of_the_host_need_no_wait(cuda: torch.device) -> None:
+    """Red when something waits for the device, or rows that lie apart are taken for a range."""
+    on_device = make_case(cuda, torch.float32, rows=((0, 1, 2, 4, 5, 8), (0, 3, 8), ()))
+    on_host = on_device | {name: [index.cpu() for index in on_device[name]] for name in ("rows", "target_rows")}
+    expected = linear_soft_target_loss(**on_device, chunk_rows=3)
+    linear_soft_target_loss(**on_host, chunk_rows=3)  # what is compiled or cached at first may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = linear_soft_target_loss(**on_host, chunk_rows=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(got.loss_sums, expected.loss_sums)
 
 
 def test_extra_memory(cuda: torch.device) -> None:

@@ -201,13 +201,16 @@ def unroll(
             ),
         )
     )
-    rows_on_device = [_moved(index, device) for index in rows]
+    # The linear loss plans its products on the host.
+    own_rows, their_rows = rows, target_rows
+    if computation.loss != "linear":
+        own_rows, their_rows = ([_moved(index, device) for index in indices] for indices in (rows, target_rows))
     losses = (_linear_losses if computation.loss == "linear" else _losses_from_logits)(
         draft,
         hidden,
         _targets(batch, head, draft_ids),
-        rows_on_device,
-        [_moved(index, device) for index in target_rows],
+        own_rows,
+        their_rows,
         target_index,
         batch.target_lse,
         row_weight,
