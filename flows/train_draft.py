@@ -41,6 +41,7 @@ def train_draft(
     train: Train = Train(),  # noqa: B008
     evaluate: Evaluate = Evaluate(),  # noqa: B008
     run_dir: str = "runs/default",
+    scratch_dir: str | None = None,
 ) -> dict[str, Any]:
     """Train an EAGLE-3 draft for a target and measure what it is worth.
 
@@ -51,7 +52,8 @@ def train_draft(
         draft: Shape of the draft; what is empty follows the target.
         train: Optimisation, and the choices that trade memory for speed.
         evaluate: Acceptance measured by real speculative decoding.
-        run_dir: Local folder for everything the run leaves.
+        run_dir: Folder or fsspec URL for everything the run leaves.
+        scratch_dir: Local folder that a run with a remote run_dir works in.
     """
     config = RunConfig(
         target=target,
@@ -61,6 +63,7 @@ def train_draft(
         train=train,
         evaluate=evaluate,
         run_dir=run_dir,
+        scratch_dir=scratch_dir,
     )
     run = RunDir.create(config)
     where = str(run.root)

@@ -212,7 +212,35 @@ class Train(_Group):
         False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
     )
     checkpoint_every: int = Field(500, ge=1, title="Checkpoint every (steps)")
-    keep_checkpoints: int = Field(2, ge=1, title="Checkpoints kept")
+    keep_checkpoints: int = Field(
+        2, ge=1, title="Checkpoints kept", description="The newest so many; the best by held-out tau is kept as well."
+    )
+    evaluate_every: int = Field(
+        1000,
+        ge=0,
+        title="Evaluate every (steps)",
+        description="Teacher-forced loss, accuracy, alpha and simulated tau on held-out samples, and once more after the "
+        "last step. 0, or more than the run's steps: never.",
+    )
+    evaluate_tokens: int = Field(
+        32768,
+        ge=8,
+        title="Evaluate on (tokens)",
+        description="At most so many held-out tokens, whole samples, the same every time.",
+    )
+    export: Literal["best", "last"] = Field(
+        "best",
+        title="Exported checkpoint",
+        description="best: the evaluated checkpoint of the highest simulated tau, where training evaluates. last: the "
+        "newest.",
+    )
+    max_grad_norm_ratio: float = Field(
+        100.0,
+        ge=0.0,
+        title="Gradient alarm",
+        description="Stop when a gradient's norm is so many times the median of the last 100 steps; the samples of that "
+        "step are written to the run directory. 0: never.",
+    )
     seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")
 
     @model_validator(mode="after")
@@ -221,6 +249,10 @@ class Train(_Group):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} is more than steps={self.steps}; the learning rate would never "
                 f"be reached: use at most {self.steps}"
+            )
+        if 0.0 < self.max_grad_norm_ratio <= 1.0:
+            raise ValueError(
+                f"max_grad_norm_ratio={self.max_grad_norm_ratio} would stop at ordinary steps; use 10 or more, or 0"
             )
         if self.attention == "flex" and self.device == "cpu":
             raise ValueError(
@@ -234,6 +266,11 @@ class Train(_Group):
         if self.dtype == "float16":
             raise ValueError("dtype=float16 needs loss scaling, which Eyas does not do; use bfloat16 or float32")
         return self
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether training looks at held-out samples."""
+        return 0 < self.evaluate_every <= self.steps
 
 
 class Evaluate(_Group):
@@ -269,7 +306,14 @@ class RunConfig(_Group):
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
     run_dir: str = Field(
-        "runs/default", title="Run directory", description="Local folder for everything the run leaves."
+        "runs/default",
+        title="Run directory",
+        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves.",
+    )
+    scratch_dir: str | None = Field(
+        None,
+        title="Scratch folder",
+        description="Local folder that a run with a remote run_dir works in. Empty: EYAS_SCRATCH, or ~/.cache/eyas.",
     )
 
     @model_validator(mode="after")
@@ -294,7 +338,20 @@ class RunConfig(_Group):
 # These keys do not change what is trained: a run may be continued with other values.
 _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
     "data": frozenset({"regenerate_dir"}),
-    "train": frozenset({"checkpoint_every", "keep_checkpoints", "checkpointing", "mlp_chunk_rows", "compile"}),
+    "train": frozenset(
+        {
+            "checkpoint_every",
+            "keep_checkpoints",
+            "checkpointing",
+            "mlp_chunk_rows",
+            "compile",
+            # What is looked at, kept and exported; the masters are the same.
+            "evaluate_every",
+            "evaluate_tokens",
+            "export",
+            "max_grad_norm_ratio",
+        }
+    ),
 }
 
 
@@ -305,7 +362,7 @@ def identity_fields(config: RunConfig) -> dict[str, Any]:
     twice to save memory do not (beyond rounding): a run that ran out of memory continues with train.checkpointing. What
     a store loses does, a preset and the same steps by hand being the same; without a store, nothing is lost.
     """
-    dumped = config.model_dump(mode="json", exclude={"run_dir", "evaluate", "hidden_states"})
+    dumped = config.model_dump(mode="json", exclude={"run_dir", "scratch_dir", "evaluate", "hidden_states"})
     encoding = stored_encoding(config.hidden_states)
     dumped["hidden_states"] = {"mode": config.hidden_states.mode}
     if encoding is not None and not encoding.lossless:

@@ -7,6 +7,8 @@ summed over accumulation in fp32, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
@@ -52,9 +54,14 @@ class Optimizer:
             master.grad = gradient if master.grad is None else master.grad + gradient
             parameter.grad = None
 
-    def step(self) -> float:
-        """One update; returns the gradient's global norm before clipping."""
+    def step(self, *, check: Callable[[float], None] | None = None) -> float:
+        """One update; returns the gradient's global norm before clipping.
+
+        check: sees the norm before anything is updated, and may raise.
+        """
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self._max_grad_norm))
+        if check is not None:
+            check(norm)
         self.adam.step()
         self.schedule.step()
         self.adam.zero_grad(set_to_none=True)
