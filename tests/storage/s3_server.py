@@ -67,8 +67,8 @@ class S3Server:
             "-master.volumeSizeLimitMB=1024", "-master.electionTimeout=1s",
             f"-volume.port={ports[2]}", f"-volume.port.grpc={ports[3]}", "-volume.max=40", "-volume.preStopSeconds=0",
             f"-filer.port={ports[4]}", f"-filer.port.grpc={ports[5]}",
-            f"-s3.port={ports[6]}", f"-s3.port.grpc={ports[7]}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false",
-            f"-s3.config={folder / 's3.json'}", "-s3.autoCreateBucket=false",
+            f"-s3.port={ports[6]}", f"-s3.port.grpc={ports[7]}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            "-s3.iam=false", f"-s3.config={folder / 's3.json'}", "-s3.autoCreateBucket=false",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
