@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from storage.codecs import ChunkCodec
 from storage.errors import StoreError
-from storage.forms import What, dtype_of, form_of, row_shape
+from storage.forms import PLANES_FILL, What, dtype_of, form_of, row_shape
 from storage.presets import DEFAULT_PRESET, PRESETS, Encoding, encoding_of
 
 FORMAT_NAME = "eyas.hidden_states"
@@ -252,7 +252,7 @@ def _states(spec: StoreSpec, what: What, axis: Axis) -> ArraySchema:
     meaning = {
         "codes": f"int8 codes: {value}; -128: unwritten",
         "pairs": f"two codes a byte, (first + 7) + 15 * (second + 7) of neighbouring channels: {value}; 255: unwritten",
-        "planes": "high bytes and low bytes of bfloat16; 255, 255 (NaN): unwritten",
+        "planes": "bfloat16 in two bytes, exponent and rest (storage.forms); 193, 193 (NaN): unwritten",
         "bits": "bfloat16 bits; 65535 (NaN): unwritten",
     }[form]
     source = {
@@ -267,7 +267,7 @@ def _states(spec: StoreSpec, what: What, axis: Axis) -> ArraySchema:
         chunk_row_shape=(*(1 for _ in (*layers, *part[:-1])), part[-1]),
         chunk_rows=spec.chunk_tokens,
         shard_rows=spec.shard_tokens,
-        fill_value={"codes": -128, "pairs": 255, "planes": 255, "bits": 0xFFFF}[form],
+        fill_value={"codes": -128, "pairs": 255, "planes": PLANES_FILL, "bits": 0xFFFF}[form],
         meaning=f"{source}: {meaning}",
         codec=ChunkCodec(spec.encoding.codec, spec.encoding.level),
     )

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.forms import LARGEST_PAIRED_CODE, dtype_of, form_of, from_form, largest_code, row_shape, to_form
+from storage.forms import (
+    LARGEST_PAIRED_CODE,
+    PLANES_FILL,
+    dtype_of,
+    form_of,
+    from_form,
+    largest_code,
+    row_shape,
+    to_form,
+)
 from storage.presets import PRESETS, Encoding
 
 
@@ -38,7 +47,19 @@ def test_pairs_are_what_the_document_says():
 
 
 def test_planes_are_what_the_document_says():
-    assert to_form(np.array([[0x1234, 0xABCD]], dtype=np.uint16), "planes").tolist() == [[[0x12, 0xAB], [0x34, 0xCD]]]
+    # 1.0 is 0x3F80: its exponent 127 less 31 is 96, so bits 13 to 6 are 96 * 2. -1.5 - 2^-7 is 0xBFC1.
+    assert to_form(np.array([[0x3F80, 0xBFC1]], dtype=np.uint16), "planes").tolist() == [[[192, 193], [0, 129]]]
+
+
+def test_every_bfloat16_survives_its_planes():
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).reshape(-1, 32)
+    np.testing.assert_array_equal(from_form(to_form(bits, "planes"), "planes", 32), bits)
+
+
+def test_what_fills_planes_is_no_number():
+    # Red when a row that nobody wrote can be taken for a hidden state.
+    bits = from_form(np.full((1, 2, 3), PLANES_FILL, np.uint8), "planes", 3)
+    assert np.isnan((bits.astype(np.uint32) << 16).view(np.float32)).all()
 
 
 def test_what_pads_a_chunk_decodes_to_something():

@@ -80,7 +80,8 @@ def states(group: Any, rows: Any, what: str, axis: str, hidden: int) -> Any:
     ]
     array = rows(name, axis)
     if name.endswith("planes"):
-        return array[..., 0, :].astype(np.uint16) * 256 + array[..., 1, :]
+        p, q = array[..., 0, :].astype(np.int64), array[..., 1, :].astype(np.int64)
+        return ((q >> 7) * 32768 + (((q >> 6) % 2) * 16384 + p * 64 + q % 64 + 3968) % 32768).astype(np.uint16)
     if name.endswith("bits"):
         return array
     if name.endswith("pairs"):
