@@ -22,6 +22,7 @@ from storage.reader import StoreReader
 from storage.schema import Sample, StoreSpec, TopK
 from storage.writer import StoreWriter
 from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.progress import Progress
@@ -51,7 +52,8 @@ def store_spec(config: RunConfig, prepared: dict[str, Any]) -> StoreSpec:
 
 
 def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
-    """Capture every training sample that the store does not hold yet. Returns the receipt.
+    """Capture every sample that the store does not hold yet: the training data, and the held-out samples that training
+    looks at. Returns the receipt.
 
     Raises StoreError when samples are missing and `hidden_states.on_missing` is `refuse`, or the store's spec differs,
     or it cannot be written; InputError when the target gives NaN or Inf.
@@ -61,7 +63,10 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
     prepared = run.receipt("prepare")
     assert prepared is not None, "prepare comes first"
     spec = store_spec(config, prepared)
-    data = PreparedData.open(run.train_data)
+    data = list(PreparedData.open(run.train_data))
+    if config.train.evaluates:
+        # Training looks at them from the same store, so it needs no target.
+        data += choose_heldout(PreparedData.open(run.heldout_data), config.train.evaluate_tokens)
     started = time.monotonic()
     captured: list[int] = []
     if states.on_missing == "refuse":

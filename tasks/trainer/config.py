@@ -219,7 +219,7 @@ class Train(_Group):
         1000,
         ge=0,
         title="Evaluate every (steps)",
-        description="Teacher-forced loss, accuracy, alpha and simulated tau on held-out samples, and once more after the "
+        description="Teacher-forced loss, accuracy, alpha and simulated tau on held-out samples, and after the "
         "last step. 0, or more than the run's steps: never.",
     )
     evaluate_tokens: int = Field(
@@ -238,8 +238,8 @@ class Train(_Group):
         100.0,
         ge=0.0,
         title="Gradient alarm",
-        description="Stop when a gradient's norm is so many times the median of the last 100 steps; the samples of that "
-        "step are written to the run directory. 0: never.",
+        description="Stop when a gradient's norm is so many times the median of the last 100 steps; that step's samples "
+        "are written to the run directory. 0: never.",
     )
     seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")
 

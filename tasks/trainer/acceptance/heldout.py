@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.progress import Progress
@@ -19,17 +20,19 @@ from tasks.trainer.train.sources import StatesSource
 def heldout_metrics(
     draft: Eagle3Draft,
     source: StatesSource,
-    data: PreparedData,
+    packs: Sequence[Sequence[PreparedSample]],
     *,
     head: Tensor,
     ttt_steps: int,
+    step_loss_decay: float,
     computation: Computation,
     progress: Progress,
 ) -> dict[str, Any]:
-    """step_losses, acc, alpha by depth and simulated tau over all documents; head [Vd, D] as in training."""
+    """loss (cross entropy, weighted over the depths as in training); step_losses, acc, alpha by depth and simulated
+    tau, over all documents of all packs. head [Vd, D] as in training."""
     sums = Sums(ttt_steps)
     draft_ids = draft.draft_ids()
-    for done, batch in enumerate(source.batches([sample] for sample in data), start=1):
+    for done, batch in enumerate(source.batches(packs), start=1):
         # Weight 1: the sums of row losses are wanted, not a training loss.
         unrolled = unroll(
             draft,
@@ -41,7 +44,7 @@ def heldout_metrics(
             computation=computation,
         )
         sums.add(unrolled)
-        progress(done, len(data), "teacher-forced")
+        progress(done, len(packs), "teacher-forced")
     summary = sums.summary()
-    summary.pop("loss")
+    summary["loss"] = sum(step_loss_decay**k / ttt_steps * loss for k, loss in enumerate(summary["step_losses"]))
     return summary

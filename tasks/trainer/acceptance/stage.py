@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
-    """Decode held-out prompts with the newest checkpoint; writes evaluation.json and returns the receipt.
+    """Decode held-out prompts with the checkpoint that is exported; writes evaluation.json and returns the receipt.
 
     Raises InputError when the run has no checkpoint or no held-out prompts.
     """
     prepared = run.receipt("prepare")
-    found = checkpoint.load_latest(run.checkpoints)
+    found = checkpoint.load_chosen(run, config.train.export)
     if prepared is None or found is None:
         raise InputError(f"{run.root} has no trained draft yet; run `eyas train` first")
     settings = config.evaluate
@@ -48,9 +48,10 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
     heldout = heldout_metrics(
         draft,
         OnlineSource(target, device=device),
-        data,
+        [[sample] for sample in data],
         head=target.head[draft.target_ids],
         ttt_steps=config.train.ttt_steps,
+        step_loss_decay=config.train.step_loss_decay,
         computation=computation,
         progress=progress,
     )

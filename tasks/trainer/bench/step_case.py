@@ -192,7 +192,7 @@ def _gradients(model: Model, batch: Batch, device: torch.device, computation: Co
         found.update({name: master.grad for name, master in model.optimizer.masters.items() if master.grad is not None})
         return 0.0
 
-    model.optimizer.step = keep  # type: ignore[method-assign]
+    model.optimizer.step = keep  # type: ignore[method-assign,assignment]
     make_step(model, batch, device, computation)()
     return found
 

@@ -17,12 +17,12 @@ from tasks.trainer.train import checkpoint
 
 
 def export_run(config: RunConfig, run: RunDir, folder: Path) -> dict[str, Any]:
-    """Export the newest checkpoint to `folder`, read it back and compare every tensor. Returns the receipt.
+    """Export the best or newest checkpoint (train.export) to `folder`, read it back and compare every tensor.
 
-    Raises InputError when the run has no checkpoint, or `folder` holds something that is no earlier export.
+    Returns the receipt. Raises InputError when the run has no checkpoint, or `folder` holds something that is no earlier export.
     """
     prepared = run.receipt("prepare")
-    found = checkpoint.load_latest(run.checkpoints)
+    found = checkpoint.load_chosen(run, config.train.export)
     if prepared is None or found is None:
         raise InputError(f"{run.root} has no trained draft yet; run `eyas train` first")
     ends = load_ends(config.target, device=prepared["device"])

@@ -1,49 +1,47 @@
 """The training loop: packs in, draft out. Read it top to bottom; both modes run exactly this code.
 
 Resume is exact: a checkpoint holds the masters, the moments and the place in the data, and everything else is a pure
-function of the step, so a killed run continues as if nothing had happened.
+function of the step, so a killed run continues as if nothing had happened. State changes inside `stop.held()` only:
+SIGTERM at any moment finds the state after the last whole step and drops the step in flight.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tasks.trainer.config import RunConfig, Train, identity_fields
-from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, Objective, unroll
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
+from tasks.trainer.stop import stop
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Batch, Packs, Position, sample_lengths
 from tasks.trainer.train.computation import choose_computation
+from tasks.trainer.train.curves import best_steps
+from tasks.trainer.train.evaluation import HeldOut
+from tasks.trainer.train.guard import GradientGuard
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
+from tasks.trainer.train.saving import Saver
 from tasks.trainer.train.sources import StatesSource
 
 logger = logging.getLogger(__name__)
-
-
-class Interrupted(InterruptedError):
-    """SIGTERM arrived; the state was saved after `step`."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped by SIGTERM after step {step}; the checkpoint holds it: start the run again to go on")
-        self.step = step
 
 
 def run_identity(config: RunConfig, data_hash: str) -> str:
@@ -63,17 +61,18 @@ def train(
     device: str,
     dtype: torch.dtype,
     progress: Progress,
+    heldout: Sequence[PreparedSample] = (),
 ) -> dict[str, Any]:
     """Train `draft` (fp32, fresh) for config.train.steps optimizer steps, continuing the newest checkpoint.
 
-    head [Vd, D]: the target's rows of the draft vocabulary. Returns a receipt: steps, tokens, seconds, backends.
-    Raises InputError for a choice that this device cannot run, Interrupted on SIGTERM, FloatingPointError when the
-    loss or the gradient is not finite (the samples are named).
+    head [Vd, D]: the target's rows of the draft vocabulary. heldout: samples to evaluate on meanwhile; none for never.
+    Returns a receipt: steps, tokens, seconds, backends. Raises InputError for a choice that this device cannot run,
+    Interrupted on SIGTERM, Diverged when a loss or gradient is not finite or out of line (its file names the samples).
     """
     settings = config.train
     computation = choose_computation(settings, device=device, dtype=dtype, head_dim=draft.config.head_dim)
     identity = run_identity(config, data.data_hash)
-    found = checkpoint.load_latest(run.checkpoints, identity=identity)
+    found = checkpoint.load_latest(run.checkpoints, identity=identity, data_hash=data.data_hash)
     masters = found.draft if found else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     draft.to(device, dtype)
     optimizer = Optimizer(draft, masters, settings)
@@ -81,78 +80,93 @@ def train(
     if found:
         step, position = found.step, found.position
         optimizer.restore(found.optimizer, step=step)
+        checkpoint.restore_random(found.random, device)
         logger.info("continuing after step %d of %d", step, settings.steps)
     order = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed)
+    held_out = HeldOut(heldout, settings) if heldout else None
     packs = order.read_from(position)
-    # The same packs again for the source, which reads ahead, and not past the run's last.
-    coming = itertools.islice(order.read_from(position), (settings.steps - step) * settings.grad_accumulation)
     draft_ids = draft.draft_ids()
     first_step, tokens, data_wait, started = step, 0, 0.0, time.monotonic()
+    moved, moved_bf16 = 0, 0
 
-    with (
-        MetricsFile(run.metrics, step=step) as metrics,
-        _stop_on_sigterm() as stop,
-        closing(source.batches([data[number] for number in pack] for pack, _ in coming)) as batches,
-    ):
-        while step < settings.steps:
-            step_started = time.monotonic()
-            group, position = _next_group(packs, settings.grad_accumulation)
-            weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
-            sums = Sums(settings.ttt_steps)
-            objective = choose_objective(settings, metrics.last)
-            learning_rate = optimizer.learning_rate
-            waited, moved = -source.traffic.device_wait_s, -source.traffic.h2d_bytes
-            for _ in group:
-                asked = time.monotonic()
-                batch = next(batches)
-                waited += time.monotonic() - asked
-                train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective)
-                tokens += batch.token_ids.shape[0]
-            norm = optimizer.step()
-            if not math.isfinite(norm) or not math.isfinite(sums.loss):
-                samples = [data[number].sample_id for pack in group for number in pack]
-                raise FloatingPointError(f"step {step + 1}: loss {sums.loss}, gradient norm {norm}; samples {samples}")
-            step += 1
-            summary = sums.summary()
-            step_tokens = sum(len(data[number].token_ids) for pack in group for number in pack)
-            seconds = time.monotonic() - step_started
-            waited += source.traffic.device_wait_s
-            moved += source.traffic.h2d_bytes
-            data_wait += waited
-            metrics.write(
-                {"step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate, "tokens": step_tokens,
-                 "seconds": seconds, "data_wait_s": waited, "h2d_bytes": moved, "epoch": position.epoch}
-            )  # fmt: skip
-            tau = summary["tau"]
-            progress(
-                step,
-                settings.steps,
-                f"loss {summary['loss']:.3f}  acc_0 {summary['acc'][0]:.3f}  "
-                f"tau {'-' if tau is None else f'{tau:.2f}'}  {step_tokens / seconds:.0f} tokens/s",
-            )
-            if step % settings.checkpoint_every == 0 or step == settings.steps or stop.is_set():
-                metrics.sync()
-                state = {**draft.state_dict(), **optimizer.masters}
-                checkpoint.save(
-                    run.checkpoints,
-                    checkpoint.Checkpoint(step, position, identity, draft.config, state, optimizer.tensors()),
-                    keep=settings.keep_checkpoints,
-                )
-            if stop.is_set() and step < settings.steps:
-                raise Interrupted(step)
+    def snapshot() -> checkpoint.Checkpoint:
+        """The state after `step`: it changes in blocks that hold a stop off, so it always is whole."""
+        state = {**draft.state_dict(), **optimizer.masters}
+        return checkpoint.Checkpoint(
+            step, position, identity, draft.config, state, optimizer.tensors(),
+            random=checkpoint.random_state(device), data_hash=data.data_hash,
+        )  # fmt: skip
+
+    with MetricsFile(run.metrics, step=step, heldout_hash=held_out.samples_hash if held_out else None) as metrics:
+        norms = (line["grad_norm"] for line in metrics.recent)
+        guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, folder=run.root)
+        saver = Saver(run, settings, metrics, snapshot, saved=step)
+        with stop.installed(saver.stopped):
+            while True:
+                if held_out and held_out.due(step) and step not in metrics.heldout:
+                    measured = held_out.measure(draft, source, head=head, progress=_shown(progress, step, settings))
+                    with stop.held():
+                        metrics.write_heldout(step, measured)
+                        if saver.due(step):
+                            saver.save()
+                    logger.info("held out, step %d: %s", step, held_out.describe(measured))
+                if step == settings.steps:
+                    break
+                # Up to the next look at held-out samples: the source reads ahead, and not past this.
+                last_step = held_out.next_due(step) if held_out else settings.steps
+                coming = itertools.islice(order.read_from(position), (last_step - step) * settings.grad_accumulation)
+                with closing(source.batches([data[number] for number in pack] for pack, _ in coming)) as batches:
+                    while step < last_step:
+                        step_started = time.monotonic()
+                        group, after = _next_group(packs, settings.grad_accumulation)
+                        samples = [[data[number] for number in pack] for pack in group]
+                        weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
+                        sums = Sums(settings.ttt_steps)
+                        objective = choose_objective(settings, metrics.last)
+                        learning_rate = optimizer.learning_rate
+                        traffic = dataclasses.replace(source.traffic)
+                        waited = 0.0
+                        for _ in group:
+                            asked = time.monotonic()
+                            batch = next(batches)
+                            waited += time.monotonic() - asked
+                            train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective)
+                        summary = sums.summary()
+                        step_tokens = sum(len(sample.token_ids) for pack in samples for sample in pack)
+                        check = functools.partial(guard.check, loss=summary["loss"], step=step + 1, packs=samples)
+                        with stop.held():
+                            norm = optimizer.step(check=check)
+                            step, position = step + 1, after
+                            seconds = time.monotonic() - step_started
+                            waited += source.traffic.device_wait_s - traffic.device_wait_s
+                            step_moved = source.traffic.h2d_bytes - traffic.h2d_bytes
+                            metrics.write(
+                                {"step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate,
+                                 "tokens": step_tokens, "seconds": seconds, "data_wait_s": waited,
+                                 "h2d_bytes": step_moved, "epoch": position.epoch}
+                            )  # fmt: skip
+                            if saver.due(step):
+                                saver.save()
+                        tokens += step_tokens
+                        data_wait += waited
+                        moved += step_moved
+                        moved_bf16 += source.traffic.h2d_bytes_bf16 - traffic.h2d_bytes_bf16
+                        progress(step, settings.steps, describe_step(summary, step_tokens / seconds, metrics.heldout))
+        best = best_steps(metrics.heldout)
     return {
         "steps": step,
         "continued_from": first_step,
         "tokens": tokens,
         "seconds": time.monotonic() - started,
         "data_wait_s": data_wait,
-        "h2d_bytes": source.traffic.h2d_bytes,
-        "h2d_bytes_bf16": source.traffic.h2d_bytes_bf16,
+        "h2d_bytes": moved,
+        "h2d_bytes_bf16": moved_bf16,
         "attention": computation.attention,
         "loss": computation.loss,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
         "identity": identity,
+        "best_step": best[0] if best else None,
     }
 
 
@@ -216,15 +230,22 @@ def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objecti
     return Objective(settings.objective, settings.temperature, settings.lk_decay, mixing)
 
 
-@contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; the step in flight is finished first."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # handlers can be set in the main thread only; a stage process always runs there
-        return
-    before = signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def describe_step(
+    summary: Mapping[str, Any], tokens_per_second: float, heldout: Mapping[int, Mapping[str, Any]]
+) -> str:
+    """A step's figures for the progress bar."""
+    text = f"loss {summary['loss']:.3f}  acc_0 {summary['acc'][0]:.3f}  tau {_tau(summary)}"
+    if heldout:
+        measured = max(heldout)
+        text += f"  held-out tau {_tau(heldout[measured])} at {measured}"
+    return f"{text}  {tokens_per_second:.0f} tokens/s"
+
+
+def _tau(metrics: Mapping[str, Any]) -> str:
+    """No row may be valid at all K steps."""
+    return "-" if metrics["tau"] is None else f"{metrics['tau']:.2f}"
+
+
+def _shown(progress: Progress, step: int, settings: Train) -> Progress:
+    """A look at held-out samples, shown at the step it belongs to."""
+    return lambda done, total, note="": progress(step, settings.steps, f"held-out packs {done}/{total}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tasks.trainer.draft.ttt import Unrolled
-from tasks.trainer.train.curves import read_metrics
+from tasks.trainer.train.curves import read_lines
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,14 +58,29 @@ class Sums:
 
 
 class MetricsFile:
-    """metrics.jsonl of a run, exactly one line an optimizer step, also after resumes. last: the newest line."""
+    """metrics.jsonl of a run: exactly one line an optimizer step and one an evaluation, also after resumes."""
 
-    def __init__(self, path: Path, *, step: int) -> None:
-        """Continue after `step`: lines of later steps, and one cut by a kill, are dropped."""
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        if len(kept) != step:
-            raise ValueError(f"{path} has {len(kept)} of the {step} steps before the checkpoint")
-        self.last: dict[str, Any] | None = kept[-1] if kept else None
+    def __init__(self, path: Path, *, step: int, heldout_hash: str | None = None) -> None:
+        """Continue after `step`: lines of later steps, and one cut by a kill, are dropped.
+
+        heldout_hash: of the held-out samples; figures of other samples are dropped, for they do not compare. None: all
+        are kept.
+        """
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        if heldout_hash is not None:
+            others = [
+                line for line in kept if line.get("heldout", {}).get("samples_hash", heldout_hash) != heldout_hash
+            ]
+            if others:
+                logger.warning("%d looks at other held-out samples than today's are forgotten", len(others))
+                kept = [line for line in kept if line not in others]
+        steps = [line for line in kept if "heldout" not in line]
+        self.recent = deque(steps, maxlen=100)
+        """The newest steps' lines."""
+        self.heldout = {line["step"]: line["heldout"] for line in kept if "heldout" in line}
+        """Held-out metrics by step."""
+        if len(steps) != step:
+            raise ValueError(f"{path} has {len(steps)} of the {step} steps before the checkpoint")
         scratch = path.with_suffix(".tmp")
         with scratch.open("w", encoding="utf-8") as file:
             for line in kept:
@@ -71,15 +90,28 @@ class MetricsFile:
         scratch.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The newest step's line."""
+        return self.recent[-1] if self.recent else None
+
     def write(self, line: dict[str, Any]) -> None:
         """Append one step. NaN is refused (ValueError): no such step may count."""
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self.last = line
-        self._file.flush()
+        self._append(line)
+        self.recent.append(line)
+
+    def write_heldout(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append what was measured on held-out samples after `step`."""
+        self._append({"step": step, "heldout": metrics})
+        self.heldout[step] = metrics
 
     def sync(self) -> None:
         """Before a checkpoint: its steps' lines must be on disk first."""
         os.fsync(self._file.fileno())
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
 
     def __enter__(self) -> MetricsFile:
         return self

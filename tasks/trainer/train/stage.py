@@ -16,6 +16,7 @@ from storage.reader import StoreReader
 from storage.writer import StoreWriter
 from tasks.trainer.capture import store_figures, store_spec
 from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
@@ -50,6 +51,9 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
     )
     draft = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
     data = PreparedData.open(run.train_data)
+    heldout = []
+    if config.train.evaluates:
+        heldout = choose_heldout(PreparedData.open(run.heldout_data), config.train.evaluate_tokens)
     with _states_source(config, prepared, data, device) as source:
         receipt = train(
             config,
@@ -61,6 +65,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
             device=device,
             dtype=pick_dtype(config.train.dtype, device),
             progress=progress,
+            heldout=heldout,
         )
     if isinstance(source, FillingSource):
         states = config.hidden_states
