@@ -1,8 +1,8 @@
 """Batches, and which samples are in each: deterministic packs of whole documents.
 
-A batch is one row of whole documents. Packs are filled in shuffled order, next-fit: simple and deterministic from
-(seed, epoch); the price is a few percent of unfilled tokens, which cost nothing because rows are not padded. Where the
-states come from is the business of sources.py.
+A batch is one row of whole documents: no padding, and nothing of one document reaches another. An epoch's packs are a
+pure function of (seed, epoch), made at once (packing.py) when the epoch begins, so a place in the data is two numbers.
+The price is a list of every sample in memory. Where the states come from is the business of sources.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.target import TargetStates, TopTokens
+from tasks.trainer.train.packing import pack_documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +62,29 @@ class Position:
 class Packs:
     """The packs of every epoch, as lists of sample numbers.
 
-    lengths: tokens of each sample. pack_tokens: a pack holds whole documents up to this many tokens; a longer document
-    is a pack alone. The same (seed, epoch) always gives the same packs, whatever was read before.
+    lengths [n]: tokens of each sample. pack_tokens: a pack holds whole documents up to this many tokens; a longer
+    document is a pack alone. The same (seed, epoch) always gives the same packs, whatever was read before, and in
+    whatever process.
     """
 
-    def __init__(self, lengths: Sequence[int], *, pack_tokens: int, seed: int) -> None:
+    def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], *, pack_tokens: int, seed: int) -> None:
         assert len(lengths) > 0
-        self._lengths = lengths
+        self._lengths = np.asarray(lengths, dtype=np.int64)
         self._pack_tokens = pack_tokens
         self._seed = seed
+        self._made: tuple[int, list[list[int]]] | None = None
 
     def epoch(self, epoch: int) -> list[list[int]]:
-        """All packs of one epoch; each sample is in exactly one."""
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
-        packs: list[list[int]] = []
-        free = 0
-        for sample in order.tolist():
-            length = self._lengths[sample]
-            if not packs or length > free:
-                packs.append([])
-                free = self._pack_tokens
-            packs[-1].append(sample)
-            free -= length
-        return packs
+        """All packs of one epoch; each sample is in exactly one. Not to be changed: readers share the newest."""
+        made = self._made
+        if made is None or made[0] != epoch:
+            chance = np.random.default_rng([self._seed, epoch])
+            order = chance.permutation(len(self._lengths))
+            packs = pack_documents(self._lengths, order, pack_tokens=self._pack_tokens)
+            # Packs are closed as they fill up: those of one long document first, those packed anew last.
+            made = epoch, [packs[number] for number in chance.permutation(len(packs))]
+            self._made = made
+        return made[1]
 
     def read_from(self, position: Position) -> Iterator[tuple[list[int], Position]]:
         """Endless: each pack with the position after it."""
@@ -120,4 +122,5 @@ def assemble(samples: Sequence[PreparedSample], states: Sequence[TargetStates]) 
 
 def sample_lengths(data: PreparedData) -> list[int]:
     """Tokens of each prepared sample."""
-    return [len(data[number].token_ids) for number in range(len(data))]
+    lengths: list[int] = data.lengths.tolist()
+    return lengths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from tasks.trainer.train.batches import Packs, Position
@@ -21,6 +22,27 @@ def test_every_sample_once_an_epoch_within_the_pack() -> None:
             assert sum(LENGTHS[number] for number in pack) <= 100 or len(pack) == 1
     assert packs.epoch(0) == packs.epoch(0)
     assert packs.epoch(0) != packs.epoch(1), "epochs are shuffled"
+
+
+def test_packs_follow_from_seed_and_epoch_alone() -> None:
+    """Red when an epoch's packs depend on what was read before, on the number of readers, or not on the seed."""
+    packs = Packs(LENGTHS, pack_tokens=100, seed=3)
+    later = packs.epoch(5)
+    packs.epoch(0)
+    readers = [packs.read_from(Position(4, 0)), packs.read_from(Position())]
+    for _ in range(20):
+        for reader in readers:
+            next(reader)
+    assert packs.epoch(5) == later == Packs(np.array(LENGTHS), pack_tokens=100, seed=3).epoch(5)
+    assert Packs(LENGTHS, pack_tokens=100, seed=4).epoch(5) != later
+
+
+def test_a_set_smaller_than_a_pack_is_one_pack_an_epoch() -> None:
+    """Red when a small set is dropped, filled up with repeats, or its epochs do not end."""
+    packs = Packs([5, 9, 12], pack_tokens=100, seed=0)
+    taken = list(islice(packs.read_from(Position()), 4))
+    assert [sorted(pack) for pack, _ in taken] == [[0, 1, 2]] * 4
+    assert [position for _, position in taken] == [Position(epoch, 0) for epoch in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 17])
