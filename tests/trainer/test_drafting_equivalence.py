@@ -8,6 +8,7 @@ it, and must be noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,48 +17,17 @@ from torch import Tensor
 from tasks.trainer.acceptance.drafter import Drafter
 from tasks.trainer.draft import ttt
 from tasks.trainer.draft.alignment import Alignment, align
-from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
+from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, unroll_hidden
+from tests.trainer.drafts import TARGET_VOCAB, random_draft
 
 TTT_STEPS = 7
 # Shorter than K, of one token (no row reads a token), and longer; packed in one row.
 LENGTHS = (12, 1, 3, 23, 7, 2)
-TARGET_VOCAB, DRAFT_VOCAB = 80, 48
 # fp64: rounding of ~100 operations on values of order 1 is 1e-14; RoPE's fp32 tables are the same numbers on both
 # sides. fp32: the same argument gives 1e-5. A wrong rule is off by more than 1e-2 (the mutants).
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 NOTICED = 1e-2
-
-
-def make_draft(dtype: torch.dtype, *, num_heads: int = 4, num_kv_heads: int = 2) -> Eagle3Draft:
-    config = DraftConfig(
-        hidden_size=32,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=16,
-        intermediate_size=40,
-        vocab_size=DRAFT_VOCAB,
-        target_vocab_size=TARGET_VOCAB,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=64,
-        aux_layer_ids=(0, 1, 2),
-    )
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(TARGET_VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-    t2d = torch.zeros(TARGET_VOCAB, dtype=torch.bool)
-    t2d[chosen] = True
-    draft = Eagle3Draft(
-        config,
-        embedding=torch.rand(TARGET_VOCAB, 32, generator=generator) - 0.5,
-        d2t=chosen - torch.arange(DRAFT_VOCAB),
-        t2d=t2d,
-    )
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            # Larger than an initial draft's: attention must be sharp, so that a wrong key or position shows.
-            low, high = (0.5, 1.5) if parameter.ndim == 1 else (-0.4, 0.4)
-            parameter.uniform_(low, high, generator=generator)
-    return draft.to(dtype)
 
 
 def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,13 +50,13 @@ def unrolled_logits(draft: Eagle3Draft, attention: str, *, alignment: Alignment 
             alignment=alignment,
             computation=Computation(attention=attention, loss="torch"),
         )
-        return torch.stack([draft.logits(hidden) for hidden in steps])
+        return torch.stack([draft.lm_head(hidden) for hidden in steps])
 
 
 def drafted_logits(draft: Eagle3Draft) -> tuple[Tensor, Tensor]:
     """[K, T, Vd] by serving, and bool [K, T]: the steps whose token input exists in the row's document."""
     token_ids, aux_hidden = make_inputs(draft.fc.weight.dtype)
-    logits = torch.zeros(TTT_STEPS, sum(LENGTHS), DRAFT_VOCAB, dtype=aux_hidden.dtype)
+    logits = torch.zeros(TTT_STEPS, sum(LENGTHS), draft.config.vocab_size, dtype=aux_hidden.dtype)
     exists = torch.zeros(TTT_STEPS, sum(LENGTHS), dtype=torch.bool)
     start = 0
     for length in LENGTHS:
@@ -107,13 +77,22 @@ def difference(unrolled: Tensor, drafted: tuple[Tensor, Tensor]) -> float:
     return float((unrolled - logits)[exists].abs().max())
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "4 query heads, 2 key heads": {},
+    "one key head": {"num_kv_heads": 1},
+    "as many key heads": {"num_heads": 2},
+    "two layers": {"num_layers": 2},
+    "three layers, whole vocabulary": {"num_layers": 3, "vocab_size": TARGET_VOCAB},
+}
+
+
 @pytest.mark.parametrize("attention", ["eager", "fused", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (4, 1), (2, 2)])
-def test_unroll_equals_drafting(attention: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> None:
-    """Red under every mutant below, for a wrong head group, and when an attention backend is wrong for short or
-    packed documents."""
-    draft = make_draft(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unroll_equals_drafting(attention: str, dtype: torch.dtype, shape: str) -> None:
+    """Red under every mutant below, for a wrong head group, when an attention backend is wrong for short or packed
+    documents, and when a layer reads another layer's keys or another layer's output."""
+    draft = random_draft(dtype, **SHAPES[shape])
     drafted = drafted_logits(draft)
     assert drafted[0].abs().max() > 0.5, "the logits must be of order 1 for the tolerances to mean anything"
     assert int(drafted[1].sum()) > 0
@@ -122,7 +101,7 @@ def test_unroll_equals_drafting(attention: str, dtype: torch.dtype, num_heads: i
 
 def test_packing_changes_nothing() -> None:
     """Red when the drafter or the unroll lets one document see another: each alone must equal the packed one."""
-    draft = make_draft(torch.float64)
+    draft = random_draft(torch.float64)
     token_ids, aux_hidden = make_inputs(torch.float64)
     packed = unrolled_logits(draft, "fused")
     start = 0
@@ -138,7 +117,7 @@ def test_packing_changes_nothing() -> None:
         )
         with torch.no_grad():
             for step, hidden in enumerate(alone):
-                torch.testing.assert_close(draft.logits(hidden), packed[step, rows], rtol=0, atol=1e-12)
+                torch.testing.assert_close(draft.lm_head(hidden), packed[step, rows], rtol=0, atol=1e-12)
         start += length
 
 
@@ -184,11 +163,12 @@ MASKS: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], bool]] = {
 }
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("name", MASKS)
-def test_mask_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_mutants_are_noticed(name: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when the comparison cannot tell a wrong base block. "the rule" shows that the mutants' own code is right."""
     base_allowed, wrong = MASKS[name]
-    draft = make_draft(torch.float64)
+    draft = random_draft(torch.float64, num_layers=num_layers)
     drafted = drafted_logits(draft)
     monkeypatch.setattr(ttt, "ttt_attention", dense_attention(base_allowed))
     error = difference(unrolled_logits(draft, "eager"), drafted)
@@ -206,7 +186,7 @@ POSITIONS: dict[str, tuple[Callable[[Tensor, int], Tensor], bool]] = {
 def test_position_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when the comparison cannot tell a wrong RoPE position. (A constant offset is no mutant: RoPE is relative.)"""
     mutate, wrong = POSITIONS[name]
-    draft = make_draft(torch.float64)
+    draft = random_draft(torch.float64)
     drafted = drafted_logits(draft)
     rule, step = draft.rope.angles, iter(range(TTT_STEPS))
     monkeypatch.setattr(draft.rope, "angles", lambda positions: rule(mutate(positions, next(step))))
@@ -217,7 +197,7 @@ def test_position_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_token_mutants_are_noticed(offset: int) -> None:
     """Red when the comparison cannot tell that a step reads the token before or after its own."""
-    draft = make_draft(torch.float64)
+    draft = random_draft(torch.float64)
     rule = align(torch.ones(sum(LENGTHS), dtype=torch.bool), LENGTHS, TTT_STEPS)
     moved = Alignment(rule.positions, (rule.shifted + offset).clamp(0, sum(LENGTHS) - 1), rule.counts)
     error = difference(unrolled_logits(draft, "fused", alignment=moved), drafted_logits(draft))

@@ -246,7 +246,7 @@ def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Pat
         hidden = draft.fuse(aux_hidden)
         query, key, value = draft.qkv(draft.embed(IDS), hidden, torch.arange(40))
         attended = ttt_attention(query, key, value, document_lengths=[40], backend="eager")
-        torch.testing.assert_close(draft.logits(draft.finish(attended, hidden)), logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(draft.lm_head(draft.outputs(draft.finish(attended, hidden))[1]), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_start_that_does_not_fit(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft: `fc`, one LLaMA-style decoder layer, a head over the draft vocabulary.
+"""The EAGLE-3 draft: `fc`, one or more LLaMA-style decoder layers, a head over the draft vocabulary.
 
-The layer's parts are separate methods (`fuse`, `qkv`, `finish`, `logits`) instead of one `forward`, because the same
-weights run under two attention patterns: the TTT unroll in training (draft/ttt.py) and a key/value cache when drafting
+The parts are separate methods (`fuse`, `qkv`, `finish`, `outputs`) instead of one `forward`, because the same weights
+run under two attention patterns: the TTT unroll in training (draft/ttt.py) and a key/value cache when drafting
 (acceptance/drafter.py). Parameter names are those of the SGLang checkpoint layout, so that export copies tensors.
 
 Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
@@ -9,9 +9,9 @@ Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class DraftConfig:
     hidden_size: D, the target's. vocab_size: Vd, tokens the draft can propose. target_vocab_size: V.
     rope_parameters: rope_type, rope_theta and the scaling's own keys, as transformers 5 writes them.
     max_position_embeddings: the target's: serving stops there. aux_layer_ids: 0-based output layers of the target.
+    num_layers: decoder layers; the first alone reads the token's embedding.
     """
 
     hidden_size: int
@@ -39,6 +40,12 @@ class DraftConfig:
     max_position_embeddings: int
     aux_layer_ids: tuple[int, int, int]
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    num_layers: int = 1
+
+    @property
+    def has_full_vocabulary(self) -> bool:
+        """Whether draft ids are target ids."""
+        return self.vocab_size == self.target_vocab_size
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,18 +66,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        scaled: Tensor = self.weight * normed.to(x.dtype)
-        return scaled
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention; q, k and v read the 2D-wide (embedding, hidden) input."""
+    """The projections of grouped-query attention. width: of what q, k and v read."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, *, width: int) -> None:
         super().__init__()
-        width = 2 * config.hidden_size
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
@@ -92,13 +95,15 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """The draft's only layer; the names are the checkpoint's `midlayer.*`."""
+    """A LLaMA layer that reads hidden [n, D] through `hidden_norm`; the first reads 2D, the embedding through
+    `input_layernorm` before it."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, *, first: bool) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, width=(2 if first else 1) * config.hidden_size)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if first:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -121,7 +126,11 @@ class Eagle3Draft(nn.Module):
         assert t2d.shape == (config.target_vocab_size,)
         self.config = config
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = DecoderLayer(config)
+        self.midlayer = DecoderLayer(config, first=True)
+        # By number, so that the names are the checkpoint's: layers.1, layers.2, ... behind midlayer.
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(config, first=False) for number in range(1, config.num_layers)}
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("embedding", embedding, persistent=False)
@@ -145,8 +154,9 @@ class Eagle3Draft(nn.Module):
         """A fresh draft: projections N(0, 0.02) from `seed` on the CPU, the head from the target's rows.
 
         embedding, head [V, D] of the target. last_layer: the target's last decoder layer and final norm
-        (target_ends); given, the draft's layer starts as that one reading the highest auxiliary state. Returns a
-        float32 draft on the CPU, embedding included. Raises ValueError when the layer's shapes are not the draft's.
+        (target_ends); given, the draft's first layer starts as that one reading the highest auxiliary state, and
+        layers above it as the identity. Returns a float32 draft on the CPU, embedding included. Raises ValueError when
+        the layer's shapes are not the draft's.
         """
         draft = cls(config, embedding=embedding.float().cpu(), d2t=d2t, t2d=t2d)
         generator = torch.Generator().manual_seed(seed)
@@ -182,6 +192,14 @@ class Eagle3Draft(nn.Module):
             place.copy_(tensor.float())
         self.fc.weight.zero_()
         self.fc.weight[:, 2 * size :] = torch.eye(size)
+        for upper in self.decoder_layers[1:]:
+            upper.self_attn.o_proj.weight.zero_()
+            upper.mlp.down_proj.weight.zero_()
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """All layers, the first one first."""
+        return [self.midlayer, *cast("Iterable[DecoderLayer]", self.layers.values())]
 
     @property
     def target_ids(self) -> Tensor:
@@ -194,6 +212,10 @@ class Eagle3Draft(nn.Module):
         ids[self.target_ids] = torch.arange(self.d2t.shape[0], device=self.t2d.device)
         return ids
 
+    def target_head(self, head: Tensor) -> Tensor:
+        """The target's rows of the draft vocabulary: head [V, D] -> [Vd, D]; no copy when that is all of them."""
+        return head if self.config.has_full_vocabulary else head[self.target_ids.to(head.device)]
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's frozen embedding. token_ids int64 [n] -> [n, D]."""
         return nn.functional.embedding(token_ids, self.embedding)
@@ -203,32 +225,35 @@ class Eagle3Draft(nn.Module):
         fused: Tensor = self.fc(aux_hidden)
         return fused
 
-    def qkv(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, *, layer: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of n rows, RoPE applied.
 
-        embeds, hidden [n, D]; positions int64 [n], relative to the document's start.
-        Returns q [n, H, Dh], k and v [n, G, Dh].
+        embeds, hidden [n, D]; positions int64 [n], relative to the document's start. layer: the layers above the first
+        read `hidden` alone. Returns q [n, H, Dh], k and v [n, G, Dh].
         """
-        layer, config = self.midlayer, self.config
-        inputs = torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
-        attention = layer.self_attn
+        weights, config = self.decoder_layers[layer], self.config
+        inputs = weights.hidden_norm(hidden)
+        if layer == 0:
+            inputs = torch.cat((weights.input_layernorm(embeds), inputs), dim=-1)
+        attention = weights.self_attn
         query = attention.q_proj(inputs).unflatten(-1, (config.num_heads, config.head_dim))
         key = attention.k_proj(inputs).unflatten(-1, (config.num_kv_heads, config.head_dim))
         value = attention.v_proj(inputs).unflatten(-1, (config.num_kv_heads, config.head_dim))
         query, key = self.rope(positions, query, key)
         return query, key, value
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """Output projection and MLP. attended [n, H, Dh], hidden [n, D] (un-normed: it is the residual) -> [n, D].
-
-        The result is the pre-norm layer output: it feeds the next TTT step and, through `logits`, the head.
-        """
-        layer = self.midlayer
-        hidden = hidden + layer.self_attn.o_proj(attended.flatten(-2))
-        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    def finish(self, attended: Tensor, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        """Output projection and MLP. attended [n, H, Dh], hidden [n, D] (un-normed: it is the residual) -> [n, D]."""
+        weights = self.decoder_layers[layer]
+        hidden = hidden + weights.self_attn.o_proj(attended.flatten(-2))
+        output: Tensor = hidden + weights.mlp(weights.post_attention_layernorm(hidden))
         return output
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head over the draft vocabulary. hidden [n, D] -> [n, Vd]."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer's output [n, D] is to others: (hidden input of the next step, input of `lm_head`).
+
+        EAGLE-3 feeds the un-normed output to the next step and its norm to the head.
+        """
+        return hidden, self.norm(hidden)

@@ -1,10 +1,10 @@
-"""The draft's layer as training runs it: fewer matrix products than `Eagle3Draft.qkv`, compiled in pieces.
+"""The draft's layers as training runs them: fewer matrix products than `Eagle3Draft.qkv`, compiled in pieces.
 
     q, k, v of row p at step k  =  W_e norm(embedding of x[p+1+k])  +  W_h norm(hidden of row p)
 
-The first half depends on the token alone, and K steps read the same tokens, one further each: it is computed once a
-token and taken K times, which saves a tenth of the layer's FLOPs. Its price is one more rounding of a partial sum in
-low precision; its gradient is summed over the steps in float32.
+The first half is the first layer's alone. It depends on the token only, and K steps read the same tokens, one further
+each: it is computed once a token and taken K times, which saves a tenth of the layer's FLOPs. Its price is one more
+rounding of a partial sum in low precision; its gradient is summed over the steps in float32.
 
 The pieces are plain functions on rows [n, ...], so that torch.compile takes each without a graph break, once for all n
 (attention and loss are kernels of their own and stay outside). Activation checkpointing is here too: nothing, the MLP,
@@ -34,35 +34,46 @@ from tasks.trainer.draft.rope import turn
 
 
 def attention_inputs(
-    hidden: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, weight: Tensor, heads: int, eps: float
+    hidden: Tensor,
+    projected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    heads: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of n rows, RoPE applied.
 
-    hidden [n, D]; projected [n, (H + 2G) Dh], the embedding's half; cos, sin float32 [n, Dh/2]; norm [D]; weight
-    [(H + 2G) Dh, D]; heads: H. Returns q [n, H, Dh], k and v [n, G, Dh], contiguous.
+    hidden [n, D]; projected [n, (H + 2G) Dh], the embedding's half, None above the first layer; cos, sin float32
+    [n, Dh/2]; norm [D]; weight [(H + 2G) Dh, D]; heads: H. Returns q [n, H, Dh], k and v [n, G, Dh], contiguous.
     """
-    size = 2 * cos.shape[-1]
-    mixed = (linear(rms_norm(hidden, hidden.shape[-1:], norm, eps), weight) + projected).unflatten(-1, (-1, size))
+    mixed = _mixed(hidden, projected, norm, weight, eps).unflatten(-1, (-1, 2 * cos.shape[-1]))
     groups = (mixed.shape[1] - heads) // 2
     query, key, value = mixed.split((heads, groups, groups), dim=1)
     return turn(query, cos, sin), turn(key, cos, sin), value.contiguous()
 
 
 def keys_and_values(
-    hidden: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, weight: Tensor, eps: float
+    hidden: Tensor, projected: Tensor | None, cos: Tensor, sin: Tensor, norm: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Keys and values alone: weight [2G Dh, D], projected [n, 2G Dh] -> two [n, G, Dh]."""
-    mixed = linear(rms_norm(hidden, hidden.shape[-1:], norm, eps), weight) + projected
+    mixed = _mixed(hidden, projected, norm, weight, eps)
     key, value = mixed.unflatten(-1, (-1, 2 * cos.shape[-1])).chunk(2, dim=1)
     return turn(key, cos, sin), value.contiguous()
 
 
 def queries(
-    hidden: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, weight: Tensor, eps: float
+    hidden: Tensor, projected: Tensor | None, cos: Tensor, sin: Tensor, norm: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
     """Queries alone: weight [H Dh, D], projected [n, H Dh] -> [n, H, Dh]."""
-    mixed = linear(rms_norm(hidden, hidden.shape[-1:], norm, eps), weight) + projected
+    mixed = _mixed(hidden, projected, norm, weight, eps)
     return turn(mixed.unflatten(-1, (-1, 2 * cos.shape[-1])), cos, sin)
+
+
+def _mixed(hidden: Tensor, projected: Tensor | None, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+    of_hidden = linear(rms_norm(hidden, hidden.shape[-1:], norm, eps), weight)
+    return of_hidden if projected is None else of_hidden + projected
 
 
 def attention_output(attended: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -112,6 +123,8 @@ def _compiled(piece: Callable[..., Any], backend: Any) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         for rows in arguments[:num_rowwise]:
+            if rows is None:
+                continue
             # Not dynamic=True: that would leave the widths symbolic too, and reductions slow.
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         return compiled(*arguments)
@@ -129,47 +142,54 @@ class Memory:
 
 
 class Layer:
-    """One forward's view of the draft: its projections fused into one, its pieces plain or compiled.
+    """One forward's view of one of the draft's layers: its projections fused into one, its pieces plain or compiled.
 
-    token_ids int64 [T]. Make one a batch: the fused weights are part of that batch's graph.
+    number: 0 is the layer that reads tokens. Make one a batch: the fused weights are part of that batch's graph.
     """
 
-    def __init__(self, draft: Eagle3Draft, *, pieces: Pieces, memory: Memory) -> None:
-        config, attention = draft.config, draft.midlayer.self_attn
+    def __init__(self, draft: Eagle3Draft, number: int, *, pieces: Pieces, memory: Memory) -> None:
+        config = draft.config
         self._draft, self._pieces, self._memory = draft, pieces, memory
-        self._eps = config.rms_norm_eps
-        fused = torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
-        self._embed_weight, self._hidden_weight = fused.split(config.hidden_size, dim=1)
+        self._weights = draft.decoder_layers[number]
+        self._eps, self._heads = config.rms_norm_eps, config.num_heads
         self.query_columns = config.num_heads * config.head_dim  # of the fused projection, the first ones
+        attention = self._weights.self_attn
+        fused = torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
+        self._embed_weight: Tensor | None = None
+        self._hidden_weight = fused
+        if number == 0:
+            self._embed_weight, self._hidden_weight = fused.split(config.hidden_size, dim=1)
 
-    def project_tokens(self, token_ids: Tensor) -> Tensor:
-        """W_e norm(embedding): int64 [n] -> [n, (H + 2G) Dh]."""
-        return linear(self._normed_embedding(token_ids), self._embed_weight)
+    def project_tokens(self, token_ids: Tensor, *, keys_only: bool = False) -> Tensor:
+        """W_e norm(embedding), of the first layer: int64 [n] -> [n, (H + 2G) Dh], with keys_only [n, 2G Dh]."""
+        assert self._embed_weight is not None, "only the first layer reads tokens"
+        embeds = self._draft.embed(token_ids)
+        normed = rms_norm(embeds, embeds.shape[-1:], self._weights.input_layernorm.weight, self._eps)
+        return linear(normed, self._embed_weight[self.query_columns :] if keys_only else self._embed_weight)
 
-    def base_keys(self, hidden: Tensor, token_ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Step-0 keys and values without queries: hidden [n, D], token_ids int64 [n] -> two [n, G, Dh]."""
-        projected = linear(self._normed_embedding(token_ids), self._embed_weight[self.query_columns :])
+    def keys_and_values(
+        self, hidden: Tensor, projected: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values without queries: hidden [n, D], projected [n, 2G Dh] -> two [n, G, Dh]."""
         weight = self._hidden_weight[self.query_columns :]
         return self._pieces.keys_and_values(hidden, projected, cos, sin, self._norm, weight, self._eps)
 
-    def queries(self, hidden: Tensor, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries of step 0: hidden [n, D], projected [n, H Dh] -> [n, H, Dh]."""
-        return self._pieces.queries(
-            hidden, projected, cos, sin, self._norm, self._hidden_weight[: self.query_columns], self._eps
-        )
+    def queries(self, hidden: Tensor, projected: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries without keys and values: hidden [n, D], projected [n, H Dh] -> [n, H, Dh]."""
+        weight = self._hidden_weight[: self.query_columns]
+        return self._pieces.queries(hidden, projected, cos, sin, self._norm, weight, self._eps)
 
     def attention_inputs(
-        self, hidden: Tensor, projected: Tensor, cos: Tensor, sin: Tensor
+        self, hidden: Tensor, projected: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [n, H, Dh], k and v [n, G, Dh] of a step."""
-        heads = self._draft.config.num_heads
         return self._pieces.attention_inputs(
-            hidden, projected, cos, sin, self._norm, self._hidden_weight, heads, self._eps
+            hidden, projected, cos, sin, self._norm, self._hidden_weight, self._heads, self._eps
         )
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Output projection and MLP, as `Eagle3Draft.finish`: [n, H, Dh], [n, D] -> [n, D]."""
-        layer = self._draft.midlayer
+        layer = self._weights
         hidden = self._pieces.attention_output(attended, hidden, layer.self_attn.o_proj.weight)
         weights = (
             layer.post_attention_layernorm.weight,
@@ -189,11 +209,7 @@ class Layer:
 
     @property
     def _norm(self) -> Tensor:
-        return self._draft.midlayer.hidden_norm.weight
-
-    def _normed_embedding(self, token_ids: Tensor) -> Tensor:
-        embeds = self._draft.embed(token_ids)
-        return rms_norm(embeds, embeds.shape[-1:], self._draft.midlayer.input_layernorm.weight, self._eps)
+        return self._weights.hidden_norm.weight
 
 
 def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -264,19 +280,21 @@ class SharedRows:
 
 
 def step_rows(
-    shifted: Tensor, rows: Tensor | None, document_lengths: Sequence[int]
+    shifted: Tensor, rows: Tensor | None, document_lengths: Sequence[int], *, all_at_first: bool = False
 ) -> tuple[Tensor, list[Tensor | slice]]:
     """The tokens that the steps read, and where in them each step's rows lie.
 
-    shifted int64 [K, T] on the host (Alignment); rows int64 [A], None for all T. Returns token rows int64 [n], and K
-    indices of A rows into them: slices for one document whole (nothing is copied), else int64 [A].
+    shifted int64 [K, T] on the host (Alignment); rows int64 [A], None for all T. all_at_first: step 0 reads for all T
+    rows. Returns token rows int64 [n], and K indices of A (or T) rows into them: slices for one document whole
+    (nothing is copied), else int64.
     """
     ttt_steps, num_tokens = shifted.shape
     if rows is not None:
-        read = shifted[:, rows]
+        reads = [shifted[0] if all_at_first else shifted[0, rows], *shifted[1:, rows]]
         is_read = torch.zeros(num_tokens, dtype=torch.bool)
-        is_read[read] = True
-        return is_read.nonzero().flatten(), list((is_read.cumsum(0) - 1)[read])
+        is_read[torch.cat(reads)] = True
+        number = is_read.cumsum(0) - 1
+        return is_read.nonzero().flatten(), [number[read] for read in reads]
     if len(document_lengths) > 1:
         return torch.arange(num_tokens), list(shifted)
     # The last token K times more, for the rows whose token would lie past the end.

@@ -11,7 +11,10 @@ The base block stays `query row >= key row` at every step. The frequently quoted
 step belongs to a column-aligned layout; in this layout it is wrong by half the logits' scale at step 2. The proof is
 the drafting equivalence test: the unroll equals drafting one token after another with a key/value cache.
 
-Only active rows are computed (alignment.py); the others give their step-0 key and value.
+With several layers, each attends to its own keys by the same rule.
+
+Only active rows are computed (alignment.py); the others give their step-0 key and value, and for that the layers below
+the last run step 0 on all rows.
 
 Source: EAGLE-3 (arXiv:2503.01840), "training-time test".
 """
@@ -25,7 +28,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from kernels.linear_soft_target_loss import HiddenTargets, TopKTargets, linear_soft_target_loss
 from kernels.soft_target_loss import soft_target_loss
@@ -67,6 +69,9 @@ class Computation:
     memory: Memory = field(default_factory=Memory)
 
 
+_Known = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # a layer's keys and values so far
+
+
 def unroll_hidden(
     draft: Eagle3Draft,
     *,
@@ -77,67 +82,90 @@ def unroll_hidden(
     computation: Computation,
     runs: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Tensor]:
-    """The layer output of the computed rows at each TTT step, K tensors [A, D].
+    """What the head reads of the computed rows at each TTT step, K tensors [A, D].
 
     aux_hidden [T, 3D] in the draft's dtype; token_ids int64 [T]; alignment: on the host. runs: the row ranges to
     compute (active_runs), A rows in all; None for all T.
     """
-    device, num_tokens = token_ids.device, token_ids.shape[0]
-    layer = Layer(draft, pieces=computation.pieces, memory=computation.memory)
+    device, num_tokens, ttt_steps = token_ids.device, token_ids.shape[0], alignment.shifted.shape[0]
+    layers = [
+        Layer(draft, number, pieces=computation.pieces, memory=computation.memory)
+        for number in range(draft.config.num_layers)
+    ]
+    below, last = layers[:-1], layers[-1]
     rows = None
     if runs is not None and sum(end - start for start, end in runs) < num_tokens:
         rows = torch.cat([torch.arange(start, end) for start, end in runs]) if runs else torch.arange(0)
-    read, indices = step_rows(alignment.shifted, rows, document_lengths)
-    shared = SharedRows(layer.project_tokens(token_ids[_moved(read, device)]))
-    handle = shared.handle
+    read, indices = step_rows(alignment.shifted, rows, document_lengths, all_at_first=bool(below))
+    shared = SharedRows(layers[0].project_tokens(token_ids[_moved(read, device)]))
     takes = [index if isinstance(index, slice) else _moved(index, device) for index in indices]
     positions = _moved(alignment.positions, device)
-    hidden = draft.fuse(aux_hidden)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+
+    def attend(query: Tensor, known: _Known, query_runs: Sequence[tuple[int, int]] | None) -> Tensor:
+        (base_key, *step_keys), (base_value, *step_values) = known
+        return ttt_attention(
+            query,
+            base_key,
+            base_value,
+            step_keys,
+            step_values,
+            document_lengths=document_lengths,
+            query_runs=query_runs,
+            backend=computation.attention,
+        )
+
+    def through(
+        these: Sequence[Layer], number: int, hidden: Tensor, handle: Tensor, known: Sequence[_Known], at: Tensor,
+        query_runs: Sequence[tuple[int, int]] | None,
+    ) -> tuple[Tensor, Tensor, list[_Known]]:  # fmt: skip
+        """Step `number` of the lowest layers: (the output of the topmost, handle, keys and values with the new ones).
+
+        known: of each layer; at: positions of the rows of hidden at step 0.
+        """
+        cos, sin = draft.rope.angles(at + number)
+        projected: Tensor | None
+        handle, projected = shared.take(handle, takes[number])
+        after = []
+        for layer, (keys, values) in zip(these, known, strict=True):
+            query, key, value = layer.attention_inputs(hidden, projected, cos, sin)
+            after.append(((*keys, key), (*values, value)))
+            hidden = layer.finish(attend(query, after[-1], query_runs), hidden)
+            projected = None
+        return hidden, handle, after
+
+    def finish_first(hidden: Tensor, handle: Tensor, known: _Known, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Step 0 of the last layer for active rows alone; known: its keys and values, of all rows."""
+        projected = None
+        if not below:
+            handle, projected = shared.take(handle, takes[0], last.query_columns)
+        query = last.queries(hidden, projected, *draft.rope.angles(at))
+        return last.finish(attend(query, known, runs), hidden), handle
+
+    again = computation.memory.checkpointing == "step"
+    run = functools.partial(checkpointed, through) if again else through
+    known: list[_Known] = [((), ())] * len(layers)
+    hidden, handle = draft.fuse(aux_hidden), shared.handle
+    first = 0
     if rows is not None:
         # Step 0 has keys of all rows; all that follows is of active rows.
+        if below:
+            hidden, handle, known = run(below, 0, hidden, handle, known[:-1], positions, None)
         tokens = token_ids[_moved(alignment.shifted[0], device)]
-        key, value = layer.base_keys(hidden, tokens, *draft.rope.angles(positions))
-        keys.append(key)
-        values.append(value)
+        projected = None if below else last.project_tokens(tokens, keys_only=True)
+        key, value = last.keys_and_values(hidden, projected, *draft.rope.angles(positions))
+        known = [*(known if below else []), ((key,), (value,))]
         active = _moved(rows, device)
         # index_select: the backward of hidden[active] would sort the rows before adding them.
         hidden, positions = hidden.index_select(0, active), positions[active]
-
-    def step(number: int, hidden: Tensor, handle: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
-        """(layer output, handle, key, value); known: keys and values so far. No key at step 0 of active rows."""
-        keys, values = list(known[: len(known) // 2]), list(known[len(known) // 2 :])
-        cos, sin = draft.rope.angles(positions + number)
-        if number == 0 and keys:
-            handle, projected = shared.take(handle, takes[0], layer.query_columns)
-            query = layer.queries(hidden, projected, cos, sin)
-            new: tuple[Tensor, ...] = ()
-        else:
-            handle, projected = shared.take(handle, takes[number])
-            query, key, value = layer.attention_inputs(hidden, projected, cos, sin)
-            new = (key, value)
-            keys.append(key)
-            values.append(value)
-        attended = ttt_attention(
-            query,
-            keys[0],
-            values[0],
-            keys[1:],
-            values[1:],
-            document_lengths=document_lengths,
-            query_runs=None if rows is None else runs,
-            backend=computation.attention,
-        )
-        return layer.finish(attended, hidden), handle, *new
-
-    for number in range(alignment.shifted.shape[0]):
-        run = functools.partial(checkpointed, step) if computation.memory.checkpointing == "step" else step
-        hidden, handle, *new = run(number, hidden, handle, *keys, *values)
-        if new:
-            keys.append(new[0])
-            values.append(new[1])
-        yield hidden
+        finish = functools.partial(checkpointed, finish_first) if again else finish_first
+        output, handle = finish(hidden, handle, known[-1], positions)
+        hidden, read_by_head = draft.outputs(output)
+        yield read_by_head
+        first = 1
+    for number in range(first, ttt_steps):
+        output, handle, known = run(layers, number, hidden, handle, known, positions, None if rows is None else runs)
+        hidden, read_by_head = draft.outputs(output)
+        yield read_by_head
 
 
 def _moved(index: Tensor, device: torch.device) -> Tensor:
@@ -188,36 +216,24 @@ def unroll(
     rows, target_rows = _rows_of_steps(alignment, runs, batch.target_rows)
     target_index = draft_ids[batch.target_argmax.long()]
     hidden = list(
-        _normed(
+        unroll_hidden(
             draft,
-            unroll_hidden(
-                draft,
-                aux_hidden=batch.aux_hidden.to(draft.fc.weight.dtype),
-                token_ids=batch.token_ids,
-                document_lengths=batch.document_lengths,
-                alignment=alignment,
-                computation=computation,
-                runs=runs,
-            ),
+            aux_hidden=batch.aux_hidden.to(draft.fc.weight.dtype),
+            token_ids=batch.token_ids,
+            document_lengths=batch.document_lengths,
+            alignment=alignment,
+            computation=computation,
+            runs=runs,
         )
     )
-    # The linear loss plans its products on the host.
-    own_rows, their_rows = rows, target_rows
-    if computation.loss != "linear":
-        own_rows, their_rows = ([_moved(index, device) for index in indices] for indices in (rows, target_rows))
-    losses = (_linear_losses if computation.loss == "linear" else _losses_from_logits)(
-        draft,
-        hidden,
-        _targets(batch, head, draft_ids),
-        own_rows,
-        their_rows,
-        target_index,
-        batch.target_lse,
-        row_weight,
-        computation,
-        objective,
-        draft_head,
+    pairs = _Pairs(
+        hidden, _targets(batch, head, draft_ids), rows, target_rows, target_index, batch.target_lse, row_weight
     )
+    if computation.loss == "linear":
+        losses = _linear_losses(draft, pairs, computation, objective, draft_head)
+    else:
+        assert draft_head is None, "only the linear loss takes the head's master"
+        losses = _losses_from_logits(draft, pairs, computation, objective)
     total, loss_sums, correct, alpha = losses
     # Simulated tau: over the rows valid at all K steps, which are the last step's.
     run = torch.ones(rows[-1].shape[0], dtype=torch.bool, device=device)
@@ -264,38 +280,40 @@ def _targets(batch: Batch, head: Tensor, draft_ids: Tensor) -> HiddenTargets | T
     return TopKTargets(index=draft_ids[batch.top_k.ids.long()], log_probability=batch.top_k.log_probabilities)
 
 
-def _normed(draft: Eagle3Draft, outputs: Iterator[Tensor]) -> Iterator[Tensor]:
-    for hidden in outputs:
-        yield rms_norm(hidden, hidden.shape[-1:], draft.norm.weight, draft.config.rms_norm_eps)
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """What the losses of all K steps compare.
+
+    hidden: K [A, D], what the head reads. rows, target_rows: K int64 [n_k] on the host, the rows that count and their
+    rows of the targets. target_index int64 [M], target_lse fp32 [M]: of the targets. row_weight [K].
+    """
+
+    hidden: list[Tensor]
+    targets: HiddenTargets | TopKTargets
+    rows: Sequence[Tensor]
+    target_rows: Sequence[Tensor]
+    target_index: Tensor
+    target_lse: Tensor
+    row_weight: Sequence[float]
 
 
 _Losses = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
 
 
 def _linear_losses(
-    draft: Eagle3Draft,
-    hidden: list[Tensor],
-    targets: HiddenTargets | TopKTargets,
-    rows: Sequence[Tensor],
-    target_rows: Sequence[Tensor],
-    target_index: Tensor,
-    target_lse: Tensor,
-    row_weight: Sequence[float],
-    computation: Computation,
-    objective: Objective,
-    draft_head: Tensor | None,
+    draft: Eagle3Draft, pairs: _Pairs, computation: Computation, objective: Objective, draft_head: Tensor | None
 ) -> _Losses:
     weight = draft.lm_head.weight
     result = linear_soft_target_loss(
-        hidden,
+        pairs.hidden,
         weight if draft_head is None else draft_head,
-        targets,
+        pairs.targets,
         head_compute=None if draft_head is None else weight.detach(),
-        rows=rows,
-        target_rows=target_rows,
-        target_index=target_index,
-        target_lse=target_lse,
-        row_weight=row_weight,
+        rows=pairs.rows,  # on the host, where the loss plans its products
+        target_rows=pairs.target_rows,
+        target_index=pairs.target_index,
+        target_lse=pairs.target_lse,
+        row_weight=pairs.row_weight,
         objective=objective.name,
         mixing=objective.mixing,
         lk_decay=objective.lk_decay,
@@ -306,35 +324,23 @@ def _linear_losses(
     return result.loss, result.loss_sums, result.correct, result.alpha
 
 
-def _losses_from_logits(
-    draft: Eagle3Draft,
-    hidden: list[Tensor],
-    targets: HiddenTargets | TopKTargets,
-    rows: Sequence[Tensor],
-    target_rows: Sequence[Tensor],
-    target_index: Tensor,
-    target_lse: Tensor,
-    row_weight: Sequence[float],
-    computation: Computation,
-    objective: Objective,
-    draft_head: Tensor | None,
-) -> _Losses:
-    assert draft_head is None, "only the linear loss takes the head's master"
+def _losses_from_logits(draft: Eagle3Draft, pairs: _Pairs, computation: Computation, objective: Objective) -> _Losses:
+    targets, device = pairs.targets, pairs.target_lse.device
     if isinstance(targets, TopKTargets):
         raise ValueError(f"train.loss={computation.loss} reads last hidden states, not top-k tokens; use linear")
     # The soft targets of all steps are the same rows shifted, so they are projected once.
     with torch.no_grad():
         target_logits = targets.last_hidden.to(targets.head.dtype) @ targets.head.T
-    total = torch.zeros((), dtype=torch.float32, device=target_lse.device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     sums, correct, alpha = [], [], []
-    for step, of_step in enumerate(hidden):
+    for step, of_step in enumerate(pairs.hidden):
         result = soft_target_loss(
-            draft.lm_head(of_step[rows[step]]),
+            draft.lm_head(of_step[_moved(pairs.rows[step], device)]),
             target_logits,
-            target_row=target_rows[step],
-            target_index=target_index,
-            target_lse=target_lse,
-            weight=row_weight[step],
+            target_row=_moved(pairs.target_rows[step], device),
+            target_index=pairs.target_index,
+            target_lse=pairs.target_lse,
+            weight=pairs.row_weight[step],
             objective=objective.name,
             mixing=None if objective.mixing is None else objective.mixing[step],
             lk_decay=objective.lk_decay,

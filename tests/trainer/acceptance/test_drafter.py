@@ -10,6 +10,7 @@ import torch
 from tasks.trainer.acceptance import drafter as drafter_module
 from tasks.trainer.acceptance.drafter import Drafter
 from tasks.trainer.draft.eagle3 import Eagle3Draft
+from tests.trainer.drafts import random_draft
 
 
 def rows(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,3 +71,20 @@ def test_bfloat16(trained: Eagle3Draft) -> None:
     assert low.dtype == torch.bfloat16
     # A rounding is 2^-9 of a value at most and some tens follow each other: 2% of the largest logit on average.
     assert float((low.float() - truth).abs().mean()) <= 0.02 * float(truth.abs().max())
+
+
+def test_layers_have_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when growing or feeding in pieces mixes the layers' keys, or a prompt's rows are attended in wrong parts."""
+    draft = random_draft(num_layers=3)
+    generator = torch.Generator().manual_seed(0)
+    token_ids, aux_hidden = torch.randint(80, (14,), generator=generator), torch.rand(14, 96, generator=generator)
+    whole = Drafter(draft)
+    whole.extend(token_ids, aux_hidden)
+    monkeypatch.setattr(drafter_module, "_FIRST_CAPACITY", 2)
+    monkeypatch.setattr(drafter_module, "_QUERY_ROWS", 3)
+    pieces = Drafter(draft)
+    for start, end in ((0, 8), (8, 9), (9, 14)):
+        pieces.extend(token_ids[start:end], aux_hidden[start:end])
+        pieces.propose(3)
+    forced = token_ids[:5]
+    torch.testing.assert_close(pieces.forced_logits(forced), whole.forced_logits(forced), rtol=0, atol=1e-12)

@@ -18,7 +18,8 @@ from tasks.trainer.draft.layer import Memory, Pieces, compiled_pieces
 from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
 from tasks.trainer.target import TopTokens
 from tasks.trainer.train.batches import Batch
-from tests.trainer.draft.conftest import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, make_batch, masked
+from tests.trainer.draft.conftest import make_batch, masked
+from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, random_draft
 
 K = 4
 # fp64: the same sums in another order.
@@ -67,9 +68,12 @@ def assert_same(
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("name", MASKS)
-def test_only_active_rows_need_computing(name: str, attention: str, draft: Eagle3Draft, monkeypatch: Any) -> None:
-    """Red when a row that is left out mattered: its key, its value, its share of fc; or when runs see wrong keys."""
+def test_only_active_rows_need_computing(name: str, num_layers: int, attention: str, monkeypatch: Any) -> None:
+    """Red when a row that is left out mattered: its key, its value, its share of fc or of a lower layer; or when runs
+    see wrong keys."""
+    draft = random_draft(num_layers=num_layers)
     mask, lengths = MASKS[name]
     batch = make_batch(mask, lengths)
     computation = Computation(attention=attention, loss="linear")
@@ -113,7 +117,7 @@ def test_row_losses_pair_the_rows_of_the_rule(name: str, draft: Eagle3Draft) -> 
                         continue
                     if draft_ids[batch.target_argmax[place[target]].long()] >= 0:
                         p = (head @ batch.last_hidden[place[target]]).softmax(-1)
-                        sums[step] -= (p * draft.logits(hidden[row]).log_softmax(-1)).sum()
+                        sums[step] -= (p * draft.lm_head(hidden[row]).log_softmax(-1)).sum()
     assert sums.all()
     torch.testing.assert_close(found.loss_sums, sums, rtol=1e-6, atol=0)
 
@@ -143,17 +147,32 @@ def test_rows_are_really_left_out(draft: Eagle3Draft, monkeypatch: Any) -> None:
     mask, lengths = MASKS["an answer"]
     run(draft, make_batch(mask, lengths), Computation(attention="fused", loss="linear"))
     assert seen == [16] * K, "15 supervised tokens: 14 rows that count, and 2 to the end"
+    seen.clear()
+    run(random_draft(num_layers=2), make_batch(mask, lengths), Computation(attention="fused", loss="linear"))
+    assert seen == [75, 16] + [16, 16] * (K - 1), "the lower layer runs step 0, and only that, on all rows"
 
 
 @pytest.mark.parametrize(
     "memory", [Memory("mlp"), Memory("step"), Memory("none", 7), Memory("mlp", 7), Memory("step", 7)]
 )
+@pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("name", ["all", "turns"])
-def test_memory_choices_change_nothing(name: str, memory: Memory, draft: Eagle3Draft) -> None:
+def test_memory_choices_change_nothing(name: str, num_layers: int, memory: Memory) -> None:
     """Red when what is computed again differs from what was computed first, or a chunk is lost."""
+    draft = random_draft(num_layers=num_layers)
     batch = make_batch(*MASKS[name])
     expected = run(draft, batch, Computation(attention="fused", loss="linear"))
     assert_same(run(draft, batch, Computation(attention="fused", loss="linear", memory=memory)), expected)
+
+
+def test_step_checkpointing_runs_every_layer_again(monkeypatch: Any) -> None:
+    """Red when a layer's step is kept after all: each is run once more in the backward."""
+    calls = []
+    original = ttt.ttt_attention
+    monkeypatch.setattr(ttt, "ttt_attention", lambda *a, **options: (calls.append(1), original(*a, **options))[1])
+    computation = Computation(attention="fused", loss="linear", memory=Memory("step"))
+    run(random_draft(num_layers=2), make_batch(*MASKS["an answer"]), computation)
+    assert len(calls) == 2 * 2 * K
 
 
 @pytest.mark.parametrize("name", ["all", "packed"])
