@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Executor
@@ -119,6 +120,33 @@ class Location:
             for folder in Path(self.path).parents:
                 if os.access(folder, os.R_OK):
                     _fsync(folder)
+
+    def upload(self, name: str, source: Path) -> None:
+        """Put the local file `source` as `name`, whole or not at all, replacing what it was; of any size: an object
+        store gets it in parts, and memory holds one of them. OSError if refused."""
+        if not self.is_local:
+            self._try(_put_object, f"{self.path}/{name}", source)
+            return
+        target = Path(self.path, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy(source, target)
+
+    def download(self, name: str, target: Path) -> None:
+        """Write the file `name` to the local `target`, whole or not at all; its folder must exist.
+
+        FileNotFoundError if there is none, OSError if it cannot be read.
+        """
+        if self.is_local:
+            _copy(Path(self.path, name), target)
+            return
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        try:
+            self._try(_get_object, f"{self.path}/{name}", temporary)
+            _fsync(temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _fsync(target.parent)
 
     def delete(self, name: str) -> None:
         """Remove the file `name`; nothing to do if there is none. OSError if refused."""
@@ -256,6 +284,14 @@ def _write_object(file_system: Any, path: str, content: bytes) -> None:
     file_system.pipe_file(path, content)
 
 
+def _put_object(file_system: Any, path: str, source: Path) -> None:
+    file_system.put_file(str(source), path)
+
+
+def _get_object(file_system: Any, path: str, target: Path) -> None:
+    file_system.get_file(path, str(target))
+
+
 def _delete_object(file_system: Any, path: str) -> None:
     try:
         file_system.rm_file(path)
@@ -297,6 +333,17 @@ def _seconds(info: dict[str, Any]) -> float | None:
             except ValueError:
                 continue
     return None
+
+
+def _copy(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        shutil.copyfile(source, temporary)
+        _fsync(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync(target.parent)
 
 
 def _fsync(path: Path) -> None:
