@@ -81,6 +81,12 @@ class Data(_Group):
     on_long: Literal["cut", "refuse"] = Field(
         "cut", title="Too long", description="What to do with conversations over the longest sample."
     )
+    long_documents: Literal["alone", "cut", "refuse"] = Field(
+        "alone",
+        title="Longer than a pack",
+        description="Training samples of more than train.pack_tokens: alone (a row of their own, which then takes more "
+        "memory than a pack), cut to the pack, or refused.",
+    )
     on_error: Literal["stop", "skip"] = Field(
         "stop", title="Bad records", description="stop at the first bad record, or skip and count it by reason."
     )
@@ -238,7 +244,7 @@ class Train(_Group):
         100.0,
         ge=0.0,
         title="Gradient alarm",
-        description="Stop when a gradient's norm is so many times the median of the last 100 steps; that step's samples "
+        description="Stop when a gradient's norm is so many times the median of the last 100 steps; its samples "
         "are written to the run directory. 0: never.",
     )
     seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")

@@ -18,6 +18,8 @@ from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_text import TargetText, load_text, pick_device
+from tasks.trainer.train.batches import Packs
+from tasks.trainer.train.packing import unfilled_share
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,14 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
     ):
         own = Refusals()
         samples = make_samples(
-            conversations, renderer, max_tokens=settings.max_tokens, on_long=settings.on_long, refusals=own
+            conversations,
+            renderer,
+            max_tokens=settings.max_tokens,
+            on_long=settings.on_long,
+            # Held-out samples keep their length: what packs do to training must not change what is measured.
+            pack_tokens=config.train.pack_tokens if name == "train" else None,
+            long_documents=settings.long_documents,
+            refusals=own,
         )
         prepared[name] = PreparedData.write(folder, samples, own)
         refusals.merge(own)
@@ -74,6 +83,8 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         "data_hash": prepared["train"].data_hash,
         "refused": refusals.counts,
         "refused_first": refusals.first,
+        "supervised_cut": refusals.supervised_cut,
+        "packs": _first_packs(config, prepared["train"]),
         "vocabulary_size": len(vocabulary),
         "coverage": vocabulary.coverage,
         "regenerated": len(training) + len(heldout) if settings.regenerate else 0,
@@ -81,6 +92,28 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
             name: {"samples": len(data), "tokens": data.num_tokens, "supervised": data.num_supervised}
             for name, data in prepared.items()
         },
+    }
+
+
+def _first_packs(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    """What the first epoch's packs are like: their number, the share of their room that is empty, and how many
+    documents are longer than one and so are packs alone."""
+    settings = config.train
+    packs = Packs(data.lengths, pack_tokens=settings.pack_tokens, seed=settings.seed).epoch(0)
+    if len(packs) < settings.grad_accumulation:
+        logger.warning(
+            "an optimizer step takes train.grad_accumulation=%s packs and an epoch has %s: every sample is in a step "
+            "about %.1f times; use fewer packs a step or a smaller train.pack_tokens",
+            settings.grad_accumulation,
+            len(packs),
+            settings.grad_accumulation / len(packs),
+        )
+    return {
+        "packs": len(packs),
+        "pack_tokens": settings.pack_tokens,
+        "unfilled": unfilled_share(data.lengths, packs, pack_tokens=settings.pack_tokens),
+        "alone": int((data.lengths > settings.pack_tokens).sum()),
+        "longest": int(data.lengths.max()),
     }
 
 

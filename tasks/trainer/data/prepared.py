@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,13 +93,21 @@ def make_samples(
     *,
     max_tokens: int | None = None,
     on_long: Literal["cut", "refuse"] = "cut",
+    pack_tokens: int | None = None,
+    long_documents: Literal["alone", "cut", "refuse"] = "alone",
     refusals: Refusals,
 ) -> Iterator[PreparedSample]:
     """Render and cut; what does not become a sample, or is cut, is counted in `refusals` with its place.
 
-    Reasons, besides the renderer's: `cut_too_long` (a sample, but shortened), `too_long` (refused), `duplicate`,
-    `nothing_supervised`, `no_supervised_left_after_cut`, and `fewer_than_two_supervised_in_a_row`: training predicts a
-    supervised token from a supervised one, so such a sample has no row at any step.
+    Reasons, besides the renderer's: `cut_too_long` and `cut_to_pack` (a sample, but its first tokens only), `too_long`
+    and `longer_than_pack` (refused), `duplicate`, `nothing_supervised`, `no_supervised_left_after_cut`, and
+    `fewer_than_two_supervised_in_a_row`: training predicts a supervised token from a supervised one, so such a sample
+    has no row at any step.
+
+    Args:
+        max_tokens: on_long says what to do with longer ones. None: no limit.
+        pack_tokens: long_documents says what to do with what is longer even so.
+        refusals: receives the counts, and the supervised tokens that cutting lost.
     """
     seen: set[str] = set()
     for conversation in conversations:
@@ -108,14 +116,18 @@ def make_samples(
         except RefusedConversationError as refused:
             refusals.add(refused.reason, conversation.where)
             continue
-        too_long = max_tokens is not None and len(token_ids) > max_tokens
-        reason = None
-        if too_long and on_long == "refuse":
-            reason = "too_long"
-        elif not loss_mask.any():
+        length, cut, reason = len(token_ids), None, None
+        if max_tokens is not None and length > max_tokens:
+            length, cut = max_tokens, "cut_too_long"
+            reason = "too_long" if on_long == "refuse" else None
+        if pack_tokens is not None and length > pack_tokens and long_documents != "alone":
+            length, cut = pack_tokens, "cut_to_pack"
+            reason = reason or ("longer_than_pack" if long_documents == "refuse" else None)
+        supervised = int(loss_mask.sum())
+        if reason is None and not supervised:
             reason = "nothing_supervised"
-        else:
-            token_ids, loss_mask = token_ids[:max_tokens], loss_mask[:max_tokens]
+        elif reason is None:
+            token_ids, loss_mask = token_ids[:length], loss_mask[:length]
             if not loss_mask.any():
                 reason = "no_supervised_left_after_cut"
             elif not (loss_mask[:-1] & loss_mask[1:]).any():
@@ -126,8 +138,9 @@ def make_samples(
         if reason is not None:
             refusals.add(reason, conversation.where)
             continue
-        if too_long:
-            refusals.add("cut_too_long", conversation.where)
+        if cut is not None:
+            refusals.add(cut, conversation.where)
+            refusals.supervised_cut += supervised - int(loss_mask.sum())
         seen.add(identity)
         yield PreparedSample(identity, token_ids, loss_mask)
 
@@ -164,7 +177,7 @@ class PreparedData(Sequence[PreparedSample]):
         folder, refusals = Path(folder), refusals or Refusals()
         kept = list(samples)
         if not kept:
-            raise InputError(f"nothing is supervised in any conversation; refused: {refusals.summary()}")
+            raise InputError(f"no conversation leaves a sample for {folder.name}; refused: {refusals.summary()}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RECEIPT).unlink(missing_ok=True)  # from here on the folder is incomplete, until the last line
@@ -193,7 +206,7 @@ class PreparedData(Sequence[PreparedSample]):
             "num_supervised": int(arrays["loss_mask"].sum()),
             "data_hash": _data_hash(arrays["sample_ids"]),
             "checksums": checksums,
-            "refusals": {"counts": refusals.counts, "first": refusals.first},
+            "refusals": asdict(refusals),
         }
         write_json(folder / RECEIPT, receipt)
         return cls.open(folder)

@@ -50,10 +50,14 @@ class Conversation:
 
 @dataclass(slots=True)
 class Refusals:
-    """What was refused or cut, by reason: how many, and where the first one was."""
+    """What was refused or cut, by reason: how many, and where the first one was.
+
+    supervised_cut: supervised tokens that samples lost by being cut; those of refused samples are not among them.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    supervised_cut: int = 0
 
     def add(self, reason: str, where: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -63,6 +67,7 @@ class Refusals:
         for reason, count in other.counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + count
             self.first.setdefault(reason, other.first[reason])
+        self.supervised_cut += other.supervised_cut
 
     @property
     def total(self) -> int:

@@ -76,8 +76,51 @@ def test_nothing_supervised_at_all_is_an_error(recipe_values: Values, tmp_path: 
     source = tmp_path / "source.jsonl"
     lines = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(20)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(InputError, match="nothing is supervised"):
+    with pytest.raises(InputError, match=r"no conversation leaves a sample for train; refused: \d+ nothing_supervised"):
         prepare(recipe_values(data={"source": str(source)}))
+
+
+def test_documents_longer_than_a_pack_are_counted(recipe_values: Values, caplog: pytest.LogCaptureFixture) -> None:
+    """Red when the receipt does not say what the packs are like, cutting reaches held-out samples, or what it loses is
+    not told."""
+    whole = {"max_tokens": 256}
+    run, receipt = prepare(recipe_values("alone", data={**whole, "long_documents": "alone"}, train={"pack_tokens": 48}))
+    data = PreparedData.open(run.train_data)
+    packs = receipt["packs"]
+    assert (packs["alone"], packs["longest"]) == ((data.lengths > 48).sum(), data.lengths.max())
+    assert packs["alone"] > 0
+    assert receipt["supervised_cut"] == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+    cut_run, cut = prepare(recipe_values("cut", data={**whole, "long_documents": "cut"}, train={"pack_tokens": 48}))
+    long = [sample.loss_mask for sample in data if len(sample.loss_mask) > 48]
+    kept = [mask for mask in long if (mask[:47] & mask[1:48]).any()]
+    assert PreparedData.open(cut_run.train_data).lengths.max() == 48
+    assert cut["packs"]["alone"] == 0
+    assert cut["heldout"] == receipt["heldout"]
+    assert cut["refused"]["cut_to_pack"] == len(kept) > 0
+    assert cut["train"]["samples"] == len(data) - len(long) + len(kept)
+    assert cut["supervised_cut"] == sum(int(mask[48:].sum()) for mask in kept) > 0
+
+    _, refused = prepare(recipe_values("refuse", data={**whole, "long_documents": "refuse"}, train={"pack_tokens": 48}))
+    assert refused["refused"]["longer_than_pack"] == packs["alone"]
+    assert refused["train"]["samples"] == len(data) - packs["alone"]
+
+
+def test_every_document_longer_than_a_pack_and_refused_is_an_error(recipe_values: Values) -> None:
+    """Red when nothing is left and the run goes on, or the reason is not told."""
+    values = recipe_values(data={"long_documents": "refuse"}, train={"pack_tokens": 8})
+    with pytest.raises(InputError, match=r"no conversation leaves a sample for train; refused: \d+ longer_than_pack"):
+        prepare(values)
+
+
+def test_fewer_packs_than_a_step_takes_is_said(recipe_values: Values, caplog: pytest.LogCaptureFixture) -> None:
+    """Red when a step that sees its samples several times is not mentioned."""
+    _, receipt = prepare(recipe_values(train={"pack_tokens": 4096, "grad_accumulation": 4}))
+    assert receipt["packs"]["packs"] == 1
+    assert (
+        "train.grad_accumulation=4 packs and an epoch has 1: every sample is in a step about 4.0 times" in caplog.text
+    )
 
 
 def test_changed_source_is_prepared_again(recipe_values: Values, tmp_path: Path) -> None:

@@ -73,11 +73,54 @@ def test_every_reason_is_counted_with_its_first_place(renderer: ChatRenderer) ->
     }
     assert refusals.first["empty_answer"] == "a.jsonl, line 7"
     assert len(samples) + refusals.total - refusals.counts["cut_too_long"] == len(conversations)
+    assert refusals.supervised_cut == lost(conversations[3:4], renderer, 40)
     refusals = Refusals()
     assert (
         len(list(make_samples(conversations[3:4], renderer, max_tokens=40, on_long="refuse", refusals=refusals))) == 0
     )
     assert refusals.counts == {"too_long": 1}
+    assert refusals.supervised_cut == 0, "what is refused is not cut"
+
+
+def lost(conversations: list[Conversation], renderer: ChatRenderer, limit: int) -> int:
+    return sum(int(renderer.render(each)[1][limit:].sum()) for each in conversations)
+
+
+@pytest.mark.parametrize(
+    ("long_documents", "max_tokens", "lengths", "counts"),
+    [
+        ("alone", None, [None, None], {}),
+        ("cut", None, [None, 40], {"cut_to_pack": 1}),
+        ("refuse", None, [None], {"longer_than_pack": 1}),
+        ("alone", 60, [None, 60], {"cut_too_long": 1}),
+        ("cut", 60, [None, 40], {"cut_to_pack": 1}),
+        ("refuse", 60, [None], {"longer_than_pack": 1}),
+        ("refuse", 36, [None, 36], {"cut_too_long": 1}),
+    ],
+)
+def test_a_document_longer_than_the_pack(
+    long_documents: str,
+    max_tokens: int | None,
+    lengths: list[int | None],
+    counts: dict[str, int],
+    renderer: ChatRenderer,
+) -> None:
+    """Red when a document longer than the pack is not kept whole, cut to its first tokens or refused as asked, with a
+    count of what was lost; or when max_tokens, which comes first, leaves it short enough and it is touched again."""
+    long = "The end of the day, the end of the answer. " * 4
+    conversations = [conversation("q", "The end", 1), conversation("q", long, 2)]
+    refusals = Refusals()
+    samples = list(
+        make_samples(conversations, renderer, max_tokens=max_tokens, pack_tokens=40,
+                     long_documents=long_documents, refusals=refusals)  # type: ignore[arg-type]
+    )  # fmt: skip
+    for made, length, origin in zip(samples, lengths, conversations[: len(lengths)], strict=True):
+        token_ids, loss_mask = renderer.render(origin)
+        assert made.token_ids.tolist() == token_ids[:length].tolist()
+        assert made.loss_mask.tolist() == loss_mask[:length].tolist()
+    assert refusals.counts == counts
+    kept = lengths[-1] if len(lengths) == 2 and lengths[-1] else None
+    assert refusals.supervised_cut == (lost(conversations[1:], renderer, kept) if kept else 0)
 
 
 def test_the_split_follows_the_prompt_alone() -> None:
@@ -96,7 +139,7 @@ def test_the_split_follows_the_prompt_alone() -> None:
 
 def test_write_and_open(tmp_path: Path) -> None:
     """Red when a sample comes back changed, arrays are copied instead of mapped, or the counts are off."""
-    refusals = Refusals({"duplicate": 2}, {"duplicate": "a.jsonl, line 2"})
+    refusals = Refusals({"duplicate": 2}, {"duplicate": "a.jsonl, line 2"}, supervised_cut=7)
     PreparedData.write(tmp_path / "train", iter(TWO), refusals)
     data = PreparedData.open(tmp_path / "train")
     assert len(data) == 2
@@ -131,7 +174,9 @@ def test_nothing_supervised_at_all_is_an_error(tmp_path: Path, renderer: ChatRen
     PreparedData.write(tmp_path, TWO)
     refusals = Refusals()
     samples = make_samples([conversation("q", None)], renderer, refusals=refusals)
-    with pytest.raises(InputError, match=r"nothing is supervised .* 1 nothing_supervised \(first: a.jsonl, line 1\)"):
+    with pytest.raises(
+        InputError, match=r"no conversation leaves a sample .* 1 nothing_supervised \(first: a.jsonl, line 1\)"
+    ):
         PreparedData.write(tmp_path, samples, refusals)
     assert len(PreparedData.open(tmp_path)) == 2
 
