@@ -124,6 +124,14 @@ class Draft(_Group):
         description="Number of tokens the draft can propose, by frequency in the training answers. Empty: all of "
         "the target's.",
     )
+    num_layers: int = Field(
+        1,
+        ge=1,
+        le=16,
+        title="Layers",
+        description="Decoder layers. Each more costs its own share of every drafted token, and of training step 0 of "
+        "all rows.",
+    )
     intermediate_size: int | None = Field(None, ge=8, title="MLP width", description="Empty: the target's.")
     num_heads: int | None = Field(None, ge=1, title="Query heads", description="Empty: the target's.")
     num_kv_heads: int | None = Field(None, ge=1, title="Key/value heads", description="Empty: the target's.")

@@ -49,7 +49,7 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         draft,
         OnlineSource(target, device=device),
         [[sample] for sample in data],
-        head=target.head[draft.target_ids],
+        head=draft.target_head(target.head),
         ttt_steps=config.train.ttt_steps,
         step_loss_decay=config.train.step_loss_decay,
         computation=computation,

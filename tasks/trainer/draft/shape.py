@@ -39,6 +39,7 @@ def draft_shape(
             max_position_embeddings=int(_from_target(target_config, "max_position_embeddings", "")),
             aux_layer_ids=aux_layer_ids,
             rope_parameters=_rope_parameters(target_config),
+            num_layers=chosen.num_layers,
         )
     except ValueError as error:
         raise InputError(f"draft: {error}") from None
