@@ -67,8 +67,10 @@ def train_draft(
     )
     run = RunDir.create(config)
     where = str(run.root)
-    # A memory:// store lives and dies with one process, so all stages must share this one.
-    in_process = isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
+    # What lies in memory:// lives and dies with one process, so all stages must share this one.
+    in_process = config.run_dir.startswith("memory:") or (
+        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
+    )
     logger = get_run_logger()
     for stage in stages_of(config):
         if finished(stage, config, run):

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from tasks.trainer.errors import InputError
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.stages import EXIT_INPUT, EXIT_INTERRUPTED, STAGES, run_stage
+from tasks.trainer.stages import EXIT_INPUT, STAGES, run_stage
+from tasks.trainer.stop import EXIT_INTERRUPTED
 
 # Prefect kills a cancelled flow 30 s after SIGTERM; the checkpoint and our own end must fit before.
 GRACE_SECONDS = 15.0
@@ -79,7 +80,7 @@ def launch(stage: str, run_dir: str, *, in_process: bool = False) -> dict[str, A
     if code == EXIT_INPUT:
         raise InputError(error)
     if code == EXIT_INTERRUPTED:
-        raise InterruptedError(error)
+        raise InterruptedError(error or f"stage {stage} was stopped by SIGTERM; start the run again to go on")
     if code != 0 or receipt is None:
         raise StageFailed(f"stage {stage} ended with exit code {code}:\n" + "\n".join(tail))
     return receipt

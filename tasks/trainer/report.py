@@ -73,7 +73,7 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
             "transformers": version("transformers"),
             "python": platform.python_version(),
         },
-        "run_dir": str(run.root),
+        "run_dir": run.url,
     }
 
 

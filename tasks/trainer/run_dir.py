@@ -1,12 +1,16 @@
 """Where things lie in a run; no other module joins these paths.
 
+A run whose directory is a URL is worked on in a local scratch folder of the same layout (remote.py).
+
 config.yaml               the resolved config
 identity.json             the config fields that decide the result; a run is continued only with the same ones
 data/train, data/heldout  prepared samples (memory-mapped .npy)
 data/answers              regenerated answers, unless data.regenerate_dir says otherwise
 vocabulary.safetensors    d2t, t2d
 checkpoints/step-000200   masters, moments, position
-metrics.jsonl             one line an optimizer step
+metrics.jsonl             one line an optimizer step, one a look at held-out samples
+stopped-step-000123.json  sample ids of a step that must not be taken
+lease.json                who works on the run at this moment
 evaluation.json           acceptance and held-out metrics
 draft/                    the exported draft
 plots/, report.md, report.json
@@ -15,19 +19,20 @@ receipts/STAGE.json       written last by each stage: what it did. Without it th
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from storage.location import locate
 from tasks.trainer.config import RunConfig, identity_fields
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import read_json, write_json, write_text
+from tasks.trainer.lease import Lease, hold
 from tasks.trainer.recipe import dump_config, read_config
+from tasks.trainer.remote import MARKER, Mirror, remote_place, scratch_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,11 @@ class RunDir:
     """Paths of one run."""
 
     root: Path
+    """The local folder: the run itself, or scratch."""
+    mirror: Mirror | None = field(default=None, compare=False)
+    """Of a run that lies at a URL."""
+    lease: Lease | None = field(default=None, compare=False)
+    """While this process holds the run."""
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDir:
@@ -43,14 +53,15 @@ class RunDir:
         Raises InputError when it cannot be written, or holds a run whose config differs in a field that decides the
         result (the message names the fields).
         """
-        if "://" in config.run_dir and not config.run_dir.startswith("file://"):
-            raise InputError(f"run_dir={config.run_dir!r}: a run directory is a local folder; give a path")
-        run = cls(Path(config.run_dir.removeprefix("file://")).absolute())
+        run = cls._at(config.run_dir, config.scratch_dir)
         try:
             for folder in (run.root, run.data, run.checkpoints, run.plots, run.receipts):
                 folder.mkdir(parents=True, exist_ok=True)
             if not os.access(run.root, os.W_OK):
                 raise PermissionError(13, "permission denied")
+            if run.mirror is not None:
+                write_json(run.root / MARKER, run.mirror.place.url)
+                run.mirror.pull_receipts()
             identity = identity_fields(config)
             if run.identity_path.exists():
                 changed = _differences(read_json(run.identity_path), identity)
@@ -62,17 +73,46 @@ class RunDir:
             else:
                 write_json(run.identity_path, identity)
             write_text(run.config_path, dump_config(config))
+            if run.mirror is not None:
+                run.mirror.push(["identity.json", "config.yaml"])
         except OSError as error:
-            raise InputError(f"run_dir={config.run_dir!r} cannot be written: {error.strerror}") from None
+            raise InputError(f"run_dir={config.run_dir!r} cannot be written: {error.strerror or error}") from None
         return run
 
     @classmethod
     def open(cls, path: str) -> RunDir:
-        """An existing run. Raises InputError when there is none."""
-        run = cls(Path(path).absolute())
+        """An existing run: its folder, its URL, or the scratch folder of one. Raises InputError when there is none."""
+        marker = Path(path, MARKER)
+        if marker.is_file():
+            place = remote_place(read_json(marker))
+            assert place is not None, "the marker names a URL"
+            run = cls(Path(path).absolute(), Mirror(place, Path(path).absolute()))
+        else:
+            run = cls._at(path, None)
+            if run.mirror is not None:
+                run.receipts.mkdir(parents=True, exist_ok=True)
+                write_json(run.root / MARKER, run.mirror.place.url)
+                run.mirror.pull()
         if not run.config_path.is_file():
             raise InputError(f"{path!r} is no run directory: it has no config.yaml")
         return run
+
+    @classmethod
+    def _at(cls, run_dir: str, scratch_dir: str | None) -> RunDir:
+        place = remote_place(run_dir)
+        if place is None:
+            return cls(Path(locate(run_dir).path))
+        root = scratch_folder(place, scratch_dir)
+        return cls(root, Mirror(place, root))
+
+    @property
+    def url(self) -> str:
+        """Where the run lies, for people: its folder, or its URL."""
+        return str(self.root) if self.mirror is None else self.mirror.place.url
+
+    def where(self, path: Path) -> str:
+        """A path of the run, for people."""
+        return f"{self.url}/{path.relative_to(self.root).as_posix()}"
 
     def config(self) -> RunConfig:
         """The run's resolved config."""
@@ -87,33 +127,33 @@ class RunDir:
         return receipt
 
     def write_receipt(self, stage: str, receipt: dict[str, Any]) -> None:
-        """Mark a stage as done."""
+        """Mark a stage as done, after what it made is where it belongs. Raises InputError when the lease was lost."""
+        if self.lease is not None:
+            self.lease.check()
+        if self.mirror is not None:
+            self.mirror.push_changed()
         write_json(self.receipts / f"{stage}.json", receipt)
+        if self.mirror is not None:
+            self.mirror.push([f"receipts/{stage}.json"])
 
     def drop_receipt(self, stage: str) -> None:
         """Mark a stage as not done, before what it made is replaced."""
         (self.receipts / f"{stage}.json").unlink(missing_ok=True)
+        if self.mirror is not None:
+            self.mirror.drop(f"receipts/{stage}.json")
 
     @contextmanager
-    def lock(self, *, patience: float = 20.0) -> Iterator[None]:
-        """Hold the run alone; the system frees the lock when the process dies, however it dies.
+    def lock(self, *, patience: float = 20.0) -> Iterator[RunDir]:
+        """Hold the run alone: gives the run to work with, brought up to what its URL holds.
 
-        patience: seconds to wait for another holder, which may be saving its last checkpoint. Raises InputError then.
+        patience: seconds to wait for another holder, which may be saving its last checkpoint. Raises InputError then,
+        which tells who it is.
         """
-        path = self.root / ".lock"
-        with path.open("w") as file:
-            deadline = time.monotonic() + patience
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise InputError(
-                            f"run_dir={str(self.root)!r}: another process works on this run; wait for it or stop it"
-                        ) from None
-                    time.sleep(0.2)
-            yield
+        place = locate(str(self.root)) if self.mirror is None else self.mirror.place
+        with hold(self.root, place, patience=patience) as lease:
+            if self.mirror is not None:
+                self.mirror.pull()
+            yield replace(self, lease=lease)
 
     @property
     def config_path(self) -> Path:

@@ -25,11 +25,11 @@ from tasks.trainer.errors import InputError
 from tasks.trainer.files import digest_url
 from tasks.trainer.progress import JsonLines, Progress, emit
 from tasks.trainer.run_dir import RunDir
+from tasks.trainer.stop import EXIT_INTERRUPTED, interrupted, stop
 
 Stage = Callable[[RunConfig, RunDir, Progress], dict[str, Any]]
 
 EXIT_INPUT = 2
-EXIT_INTERRUPTED = 75
 
 
 def prepare(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def export(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]
     """Write the folder that an engine loads."""
     from tasks.trainer.export.stage import export_run
 
-    return export_run(config, run, run.draft)
+    return {**export_run(config, run, run.draft), "folder": run.where(run.draft)}
 
 
 def report(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
@@ -86,12 +86,12 @@ STAGES: dict[str, Stage] = {
 
 def run_stage(stage: str, run: RunDir, progress: Progress) -> dict[str, Any]:
     """Run one stage under the run's lock and write its receipt last."""
-    with run.lock():
-        config = run.config()
-        run.drop_receipt(stage)
-        inputs = stage_inputs(stage, config, run)
-        receipt = {**STAGES[stage](config, run, progress), "inputs": inputs}
-        run.write_receipt(stage, receipt)
+    with run.lock() as held:
+        config = held.config()
+        held.drop_receipt(stage)
+        inputs = stage_inputs(stage, config, held)
+        receipt = {**STAGES[stage](config, held, progress), "inputs": inputs}
+        held.write_receipt(stage, receipt)
     return receipt
 
 
@@ -105,8 +105,9 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
         values |= {"identity": identity_fields(config), "prepare": run.receipt("prepare")}
     elif stage == "evaluate":
         values |= {"evaluate": config.evaluate.model_dump(mode="json"), "train": run.receipt("train")}
+        values |= {"export": config.train.export}
     elif stage == "export":
-        values |= {"train": run.receipt("train")}
+        values |= {"train": run.receipt("train"), "export": config.train.export}
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -140,7 +141,8 @@ def _follow_parent() -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not stop.asked:  # a second SIGTERM would end a save
+            os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -157,7 +159,8 @@ def main() -> int:
     for noisy in ("httpx", "matplotlib", "transformers", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        receipt = run_stage(arguments.stage, RunDir.open(arguments.run_dir), JsonLines(arguments.stage))
+        with stop.installed(interrupted(f"stage {arguments.stage}")):
+            receipt = run_stage(arguments.stage, RunDir.open(arguments.run_dir), JsonLines(arguments.stage))
     except (InputError, StoreError) as error:
         emit({"event": "error", "message": str(error)})
         return EXIT_INPUT
@@ -169,4 +172,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # Threads that still upload or read would be waited for, and the 15 seconds are not ours to spend.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -33,7 +33,7 @@ from storage.errors import StoreError
 from tasks.trainer.bench import step as step_work
 from tasks.trainer.bench import store as store_work
 from tasks.trainer.files import write_json
-from tasks.trainer.stages import EXIT_INTERRUPTED
+from tasks.trainer.stop import EXIT_INTERRUPTED
 
 
 def mount(app: typer.Typer) -> None:

@@ -22,7 +22,8 @@ from tasks.trainer.errors import InputError
 from tasks.trainer.files import write_json
 from tasks.trainer.progress import silent
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.stages import EXIT_INPUT, EXIT_INTERRUPTED, run_stage
+from tasks.trainer.stages import EXIT_INPUT, run_stage
+from tasks.trainer.stop import EXIT_INTERRUPTED
 from tasks.trainer.target import Target
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.computation import evaluation_computation
@@ -56,7 +57,7 @@ def evaluate(config: RunConfig, run: RunDir) -> Quality:
     target = Target.of(config.target, device=prepared["device"])
     draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
     computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=found.shape.head_dim)
-    head, draft_ids, steps = target.head[draft.target_ids], draft.draft_ids(), config.train.ttt_steps
+    head, draft_ids, steps = draft.target_head(target.head), draft.draft_ids(), config.train.ttt_steps
     quality = Quality(step=found.step)
     data = PreparedData.open(run.heldout_data)
     for batch in OnlineSource(target, device=target.device.type).batches([sample] for sample in data):

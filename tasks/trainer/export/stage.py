@@ -19,7 +19,8 @@ from tasks.trainer.train import checkpoint
 def export_run(config: RunConfig, run: RunDir, folder: Path) -> dict[str, Any]:
     """Export the best or newest checkpoint (train.export) to `folder`, read it back and compare every tensor.
 
-    Returns the receipt. Raises InputError when the run has no checkpoint, or `folder` holds something that is no earlier export.
+    Returns the receipt. Raises InputError when the run has no checkpoint, or `folder` holds something that is
+    no earlier export.
     """
     prepared = run.receipt("prepare")
     found = checkpoint.load_chosen(run, config.train.export)

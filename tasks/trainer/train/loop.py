@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def train(
         norms = (line["grad_norm"] for line in metrics.recent)
         guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, folder=run.root)
         saver = Saver(run, settings, metrics, snapshot, saved=step)
-        with stop.installed(saver.stopped):
+        with _closed(saver), stop.installed(saver.stopped):
             while True:
                 if held_out and held_out.due(step) and step not in metrics.heldout:
                     measured = held_out.measure(draft, source, head=head, progress=_shown(progress, step, settings))
@@ -228,6 +228,17 @@ def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objecti
         alpha = [0.0] * settings.ttt_steps if last is None else last["alpha"]
         mixing = tuple(math.exp(-settings.lk_decay * value) for value in alpha)
     return Objective(settings.objective, settings.temperature, settings.lk_decay, mixing)
+
+
+@contextmanager
+def _closed(saver: Saver) -> Iterator[None]:
+    """A run that ends well waits for its uploads; one that does not has no time for them."""
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        saver.close(whole=whole)
 
 
 def describe_step(

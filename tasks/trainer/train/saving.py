@@ -1,9 +1,17 @@
-"""When checkpoints are written: at their step, when a look at held-out samples was the best so far, and on SIGTERM."""
+"""When checkpoints are written: at their step, when a look at held-out samples was the best so far, and on SIGTERM.
+
+Those of a remote run are uploaded in a thread, one at a time, while training goes on: a save waits for the upload of
+the one before. A place that cannot be reached costs no step, only the newest checkpoints there, until the run's end.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
 
 from tasks.trainer.config import Train
 from tasks.trainer.run_dir import RunDir
@@ -16,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # What a save may take more than the last one did: another process may want the disk meanwhile.
 _MARGIN = 1.3
+# Of the time that is left after SIGTERM: for the way out.
+_EXIT_SECONDS = 1.0
 
 
 class Interrupted(InterruptedError):
@@ -23,14 +33,14 @@ class Interrupted(InterruptedError):
 
     def __init__(self, saved: int, lost: int, why: str = "") -> None:
         held = f"the checkpoint holds step {saved}" if saved else "there is no checkpoint yet"
-        text = f"stopped by SIGTERM: {held}" + (f", {lost} steps are lost ({why})" if lost else "")
-        super().__init__(f"{text}; start the run again to go on")
+        text = f"stopped by SIGTERM: {held}" + (f", {lost} steps are lost" if lost else "")
+        super().__init__(f"{text}{f' ({why})' if why else ''}; start the run again to go on")
         self.saved = saved
         self.lost = lost
 
 
 class Saver:
-    """Writes a run's checkpoints."""
+    """Writes a run's checkpoints, and uploads them where the run is remote. Close it: it may have a thread."""
 
     def __init__(
         self,
@@ -49,6 +59,8 @@ class Saver:
         self._saved = saved
         path = run.checkpoints / f"step-{saved:06d}"
         self._written = Written.of(path) if saved else None
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload") if run.mirror else None
+        self._upload: Future[None] | None = None
 
     def due(self, step: int) -> bool:
         """Whether this step's state is to be written: by the calendar, at the end, or for being the best so far."""
@@ -58,27 +70,66 @@ class Saver:
         return step % self._settings.checkpoint_every == 0 or step == self._settings.steps or best
 
     def save(self) -> None:
-        """Write the state as it is now."""
+        """Write the state as it is now. Raises InputError when another process has taken the run."""
+        if self._run.lease is not None:
+            self._run.lease.check()
+        self._uploaded()  # before its folder may be deleted
         self._metrics.sync()  # a checkpoint's steps must have their lines
         state = self._snapshot()
         best = best_steps(self._metrics.heldout)
-        _, self._written = checkpoint.save(
+        path, self._written = checkpoint.save(
             self._run.checkpoints,
             state,
             keep=self._settings.keep_checkpoints,
             best=best[0] if best else None,
         )
         self._saved = state.step
+        self._start_upload(path)
 
     def stopped(self, seconds: float) -> Interrupted:
-        """SIGTERM: save if it can be done in `seconds`. Returns the error to raise."""
+        """SIGTERM: save if it can be done in `seconds`, upload if that can. Returns the error to raise."""
+        deadline = time.monotonic() + seconds - _EXIT_SECONDS
         step = self._snapshot().step
-        if step == self._saved:
-            return Interrupted(step, 0)
-        needed = self._written.seconds * _MARGIN if self._written else 0.0
-        if needed > seconds:
-            why = f"saving takes about {needed:.0f} s and {seconds:.0f} s are left"
-            return Interrupted(self._saved, step - self._saved, why)
-        logger.info("SIGTERM: saving step %d", step)
-        self.save()
-        return Interrupted(step, 0)
+        if step != self._saved:
+            busy = self._upload is not None and not self._upload.done()
+            if busy and self._upload is not None:
+                wait_for([self._upload], timeout=seconds / 2)
+                busy = not self._upload.done()
+            needed = self._written.seconds * _MARGIN if self._written else 0.0
+            left = deadline - time.monotonic()
+            if busy or needed > left:
+                what = "uploading the one before" if busy else f"saving takes about {needed:.0f} s"
+                return Interrupted(self._saved, step - self._saved, f"{what}, and {left:.0f} s are left")
+            logger.info("SIGTERM: saving step %d", step)
+            self.save()
+        if self._upload is not None:
+            done, _ = wait_for([self._upload], timeout=max(0.0, deadline - time.monotonic()))
+            if not done or self._upload.exception():
+                return Interrupted(self._saved, 0, f"in {self._run.root} on this machine only: its upload is not whole")
+        return Interrupted(self._saved, 0)
+
+    def close(self, *, whole: bool) -> None:
+        """whole: the run has ended well, so its last checkpoint must be where it belongs: tried once more, then an
+        OSError."""
+        if self._uploads is None:
+            return
+        if whole and self._upload is not None and not self._uploaded():
+            assert self._run.mirror is not None
+            self._run.mirror.push_checkpoint(checkpoint.newest_first(self._run.checkpoints)[0])
+        self._uploads.shutdown(wait=whole, cancel_futures=True)
+
+    def _start_upload(self, path: Path) -> None:
+        if self._uploads is not None:
+            assert self._run.mirror is not None
+            self._upload = self._uploads.submit(self._run.mirror.push_checkpoint, path)
+
+    def _uploaded(self) -> bool:
+        """Wait for the upload under way; whether it went well."""
+        if self._upload is None:
+            return True
+        try:
+            self._upload.result()
+        except OSError as error:
+            logger.warning("a checkpoint was not uploaded (%s): the next one will be", error)
+            return False
+        return True

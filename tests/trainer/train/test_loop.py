@@ -31,7 +31,8 @@ from tasks.trainer.errors import InputError
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.stages import EXIT_INTERRUPTED, run_stage, stages_of
+from tasks.trainer.stages import run_stage, stages_of
+from tasks.trainer.stop import EXIT_INTERRUPTED
 from tasks.trainer.target import Target
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Packs, Position
