@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
+from tasks.trainer.export.layout import draft_tensors, layout_tensors
 from tasks.trainer.files import sync_file, sync_folder
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -35,7 +36,6 @@ WEIGHTS_FILE = "model.safetensors"
 # Switches of other EAGLE-3 variants: a norm before or on the parts of fc's input, the normed output fed to the next
 # step, the residual taken after its norm. This draft has none of them.
 NORM_SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
-_INTEGER_MAPS = {"d2t": torch.int64, "t2d": torch.bool}
 
 
 def export_draft(draft: Eagle3Draft, folder: Path, *, target_name: str, dtype: torch.dtype) -> None:
@@ -46,10 +46,7 @@ def export_draft(draft: Eagle3Draft, folder: Path, *, target_name: str, dtype: t
     """
     folder = Path(os.path.abspath(folder))
     _check_place(folder)
-    tensors = {
-        name: tensor.detach().to("cpu", _INTEGER_MAPS.get(name, dtype)).contiguous()
-        for name, tensor in draft.state_dict().items()
-    }
+    tensors = layout_tensors(draft, dtype)
     config = serving_config(draft.config, target_name=target_name, dtype=dtype)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +77,7 @@ def serving_config(config: DraftConfig, *, target_name: str, dtype: torch.dtype)
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.hidden_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -122,28 +119,10 @@ def load_exported(folder: Path, *, embedding: Tensor) -> Eagle3Draft:
             f"{folder}: this draft's target has an embedding of {(config.target_vocab_size, config.hidden_size)}, "
             f"the given target one of {tuple(embedding.shape)}; give the target it was trained for"
         )
-    tensors = _read_tensors(folder / WEIGHTS_FILE)
-    if "fc.weight" not in tensors:
-        raise InputError(f"{folder / WEIGHTS_FILE}: no tensor 'fc.weight'; export the draft again")
+    tensors = draft_tensors(_read_tensors(folder / WEIGHTS_FILE), config, folder / WEIGHTS_FILE)
     dtype = tensors["fc.weight"].dtype
-    draft = Eagle3Draft(
-        config,
-        embedding=embedding.to(dtype),
-        d2t=torch.zeros(config.vocab_size),
-        t2d=torch.zeros(config.target_vocab_size),
-    ).to(embedding.device, dtype)
-    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise InputError(f"{folder / WEIGHTS_FILE}: no tensor {missing[0]!r}; export the draft again")
-    if unknown := sorted(tensors.keys() - expected.keys()):
-        raise InputError(f"{folder / WEIGHTS_FILE}: tensor {unknown[0]!r} belongs to no EAGLE-3 draft of this kind")
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise InputError(
-                f"{folder / WEIGHTS_FILE}: {name} is {tuple(tensors[name].shape)}, {CONFIG_FILE} asks for {shape}"
-            )
-    _check_maps(tensors["d2t"], tensors["t2d"], folder / WEIGHTS_FILE)
-    draft.load_state_dict(tensors)
+    draft = Eagle3Draft(config, embedding=embedding.to(dtype), d2t=tensors["d2t"], t2d=tensors["t2d"])
+    draft.to(embedding.device, dtype).load_state_dict(tensors)
     return draft
 
 
@@ -202,8 +181,6 @@ def _draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
         if config.get(switch, False):
             raise InputError(f"{path}: {switch}={config[switch]!r}: Eyas has no draft with that norm")
     try:
-        if config["num_hidden_layers"] != 1:
-            raise InputError(f"{path}: num_hidden_layers={config['num_hidden_layers']!r}: Eyas' draft has one layer")
         layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         entering = config["eagle_aux_hidden_state_layer_ids"]
         if len(layers) != 3 or entering != [layer + 1 for layer in layers]:
@@ -223,6 +200,7 @@ def _draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
             max_position_embeddings=config["max_position_embeddings"],
             aux_layer_ids=(layers[0], layers[1], layers[2]),
             rope_parameters=config["rope_parameters"],
+            num_layers=config["num_hidden_layers"],
         )
     except KeyError as error:
         raise InputError(f"{path}: no key {error.args[0]!r}; export the draft again") from None
@@ -236,16 +214,3 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
     except SafetensorError as error:
         raise InputError(f"{path}: damaged ({str(error).splitlines()[0]}); export the draft again") from None
-
-
-def _check_maps(d2t: Tensor, t2d: Tensor, path: Path) -> None:
-    """d2t must be offsets to distinct ids inside the target's vocabulary, t2d their membership."""
-    for name, tensor in (("d2t", d2t), ("t2d", t2d)):
-        if tensor.dtype != _INTEGER_MAPS[name]:
-            raise InputError(f"{path}: {name} is {tensor.dtype}, not {_INTEGER_MAPS[name]}")
-    ids = torch.arange(d2t.shape[0]) + d2t
-    members = torch.zeros_like(t2d)
-    if int(ids.min()) >= 0 and int(ids.max()) < t2d.shape[0]:
-        members[ids] = True
-    if not torch.equal(members, t2d) or int(members.sum()) != d2t.shape[0]:
-        raise InputError(f"{path}: t2d does not mark exactly the target ids i + d2t[i]; export the draft again")

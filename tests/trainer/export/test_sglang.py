@@ -11,42 +11,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
+from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.export import sglang
 from tasks.trainer.export.sglang import export_draft, load_exported, serving_config
 from tasks.trainer.target import Target
+from tests.trainer.drafts import TARGET_VOCAB, random_draft
 
-VOCAB = 48
+VOCAB = TARGET_VOCAB
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "three layers": {"num_layers": 3},
+    "whole vocabulary": {"vocab_size": VOCAB},
+}
 
 
 def make_draft(**changes: Any) -> Eagle3Draft:
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 24,
-        "vocab_size": 20,
-        "target_vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
-        "aux_layer_ids": (1, 3, 6),
-    }
-    config = DraftConfig(**{**shape, **changes})
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(VOCAB, generator=generator)[:20].sort().values
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
-    t2d[chosen] = True
-    return Eagle3Draft.initialise(
-        config,
-        embedding=torch.rand(VOCAB, 32, generator=generator),
-        head=torch.rand(VOCAB, 32, generator=generator),
-        d2t=chosen - torch.arange(20),
-        t2d=t2d,
-        seed=0,
-    )
+    shape = {"intermediate_size": 24, "vocab_size": 20, "max_position_embeddings": 256, "aux_layer_ids": (1, 3, 6),
+             "rms_norm_eps": 1e-6}  # fmt: skip
+    return random_draft(torch.float32, **{**shape, **changes})
 
 
 def export(draft: Eagle3Draft, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -57,9 +41,10 @@ def export(draft: Eagle3Draft, folder: Path, dtype: torch.dtype = torch.float32)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e5}, YARN], ids=["default", "yarn"])
-def test_round_trip(dtype: torch.dtype, rope: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_round_trip(dtype: torch.dtype, rope: dict[str, Any], shape: str, tmp_path: Path) -> None:
     """Red when a tensor, a dtype or any field of the shape is lost on the way: weights, maps and logits are equal."""
-    draft = make_draft(rope_parameters=rope)
+    draft = make_draft(rope_parameters=rope, **SHAPES[shape])
     export(draft, tmp_path / "out", dtype)
     loaded = load_exported(tmp_path / "out", embedding=draft.embedding)
     assert loaded.config == draft.config
@@ -104,6 +89,49 @@ def test_tensors_are_those_engines_know(tmp_path: Path) -> None:
     assert all(t.dtype == torch.bfloat16 for name, t in tensors.items() if name not in ("d2t", "t2d"))
     ids = torch.arange(20) + tensors["d2t"]
     assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
+
+
+def test_tensors_of_several_layers(tmp_path: Path) -> None:
+    """Red when an engine finds no norm for a layer above the first: SGLang reads one name, vLLM the other."""
+    draft = make_draft(num_layers=3)
+    config = export(draft, tmp_path / "out")
+    assert config["num_hidden_layers"] == 3
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    parts = {"hidden_norm", "input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"),
+             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}  # fmt: skip
+    for layer, upper in enumerate(draft.decoder_layers[1:], start=1):
+        assert {name for name in tensors if f"layers.{layer}." in name} == {f"layers.{layer}.{p}.weight" for p in parts}
+        assert tensors[f"layers.{layer}.self_attn.q_proj.weight"].shape == (64, 32), "only the first layer reads 2D"
+        for name in ("hidden_norm", "input_layernorm"):
+            assert torch.equal(tensors[f"layers.{layer}.{name}.weight"], upper.hidden_norm.weight)
+
+
+def test_a_whole_vocabulary_has_no_maps(tmp_path: Path) -> None:
+    """Red when d2t is written for a draft whose ids are the target's: vLLM has no place for it and stops."""
+    config = export(make_draft(vocab_size=VOCAB), tmp_path / "out")
+    assert config["draft_vocab_size"] == config["vocab_size"] == VOCAB
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert not {"d2t", "t2d"} & tensors.keys()
+    assert tensors["lm_head.weight"].shape == (VOCAB, 32)
+    loaded = load_exported(tmp_path / "out", embedding=torch.zeros(VOCAB, 32))
+    assert loaded.target_ids.tolist() == list(range(VOCAB))
+
+
+@pytest.mark.parametrize("kept", ["hidden_norm", "input_layernorm"])
+def test_either_name_of_a_norm_is_read(kept: str, tmp_path: Path) -> None:
+    """Red when a folder that was written for one engine is refused, or the two names may contradict each other."""
+    draft = make_draft(num_layers=2)
+    export(draft, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    other = {"hidden_norm", "input_layernorm"} - {kept}
+    dropped = tensors.pop(f"layers.1.{other.pop()}.weight")
+    save_file(tensors, path)
+    loaded = load_exported(tmp_path / "out", embedding=draft.embedding)
+    assert torch.equal(loaded.decoder_layers[1].hidden_norm.weight, dropped)
+    save_file({**tensors, "layers.1.hidden_norm.weight": dropped, "layers.1.input_layernorm.weight": dropped + 1}, path)
+    with pytest.raises(InputError, match=r"layers\.1\.input_layernorm.* differ"):
+        load_exported(tmp_path / "out", embedding=draft.embedding)
 
 
 def test_config_says_everything_aloud(tmp_path: Path) -> None:
@@ -241,7 +269,7 @@ def _drop(name: str) -> Any:
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "missing tensor": (_drop("midlayer.mlp.up_proj.weight"), "no tensor 'midlayer.mlp.up_proj.weight'"),
-    "no weights at all": (lambda c, t: t.clear() or t.update(x=torch.ones(1)), "no tensor 'fc.weight'"),
+    "no weights at all": (lambda c, t: t.clear() or t.update(x=torch.ones(1)), "no tensor 'd2t'"),
     "unknown tensor": (lambda c, t: t.update({"fc_norm.0.weight": torch.ones(32)}), "fc_norm.0.weight"),
     "wrong shape": (lambda c, t: t.update({"norm.weight": torch.ones(31)}), r"norm.weight is \(31,\)"),
     "absolute d2t": (lambda c, t: t["d2t"].add_(torch.arange(20)), "does not mark exactly"),
@@ -254,7 +282,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another variant": (lambda c, t: c.update(norm_output=True), "norm_output=True"),
     "another architecture": (lambda c, t: c.update(architectures=["LlamaForCausalLM"]), "architectures is"),
-    "several layers": (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
+    "a layer is missing": (lambda c, t: c.update(num_hidden_layers=2), "no tensor 'layers.1.hidden_norm.weight'"),
     "another target": (lambda c, t: c.update(vocab_size=VOCAB + 1), "an embedding of"),
 }
 

@@ -1,0 +1,99 @@
+"""Tensor names of the SGLang (SpecForge) layout, from a draft's state dict and back.
+
+A draft's own names are the layout's, but for two things that engines disagree on:
+
+    norm above the first layer   SGLang reads layers.N.hidden_norm, vLLM layers.N.input_layernorm: written as both
+    d2t, t2d                     vLLM has no place for d2t where the draft vocabulary is the target's, and stops at a
+                                 tensor without one; both take a draft without them as one whose ids are the target's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
+from tasks.trainer.errors import InputError
+
+MAPS = {"d2t": torch.int64, "t2d": torch.bool}
+
+
+def layout_tensors(draft: Eagle3Draft, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a serving folder holds: weights in `dtype`, contiguous on the CPU."""
+    tensors = {
+        name: tensor.detach().to("cpu", MAPS.get(name, dtype)).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
+    if draft.config.has_full_vocabulary:
+        for name in MAPS:
+            del tensors[name]
+    for layer in range(1, draft.config.num_layers):
+        # A copy: safetensors refuses two names for one memory.
+        tensors[_input_norm(layer)] = tensors[_hidden_norm(layer)].clone()
+    return tensors
+
+
+def draft_tensors(tensors: Mapping[str, Tensor], config: DraftConfig, path: Path) -> dict[str, Tensor]:
+    """A folder's tensors under a draft's names, complete and in its shapes; path: for messages.
+
+    Raises InputError naming the tensor that is missing, unknown, of another shape, or a map that contradicts itself.
+    """
+    found = dict(tensors)
+    for layer in range(1, config.num_layers):
+        # Trainers that know one engine write one of the two.
+        of_vllm = found.pop(_input_norm(layer), None)
+        of_sglang = found.setdefault(_hidden_norm(layer), of_vllm) if of_vllm is not None else None
+        if of_sglang is not None and not torch.equal(of_sglang, of_vllm):
+            raise InputError(
+                f"{path}: {_input_norm(layer)} and {_hidden_norm(layer)} differ: vLLM and SGLang would run different "
+                "drafts"
+            )
+    if config.has_full_vocabulary:
+        found.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+        found.setdefault("t2d", torch.ones(config.target_vocab_size, dtype=torch.bool))
+    expected = _expected_shapes(config)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise InputError(f"{path}: no tensor {missing[0]!r}; export the draft again")
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise InputError(f"{path}: tensor {unknown[0]!r} belongs to no EAGLE-3 draft of this kind")
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != shape:
+            raise InputError(f"{path}: {name} is {tuple(found[name].shape)}, config.json asks for {shape}")
+    _check_maps(found["d2t"], found["t2d"], path)
+    return found
+
+
+def _hidden_norm(layer: int) -> str:
+    return f"layers.{layer}.hidden_norm.weight"
+
+
+def _input_norm(layer: int) -> str:
+    return f"layers.{layer}.input_layernorm.weight"
+
+
+def _expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        draft = Eagle3Draft(
+            replace(config, rope_parameters={}),  # no tensor's shape depends on it, and its tables need real memory
+            embedding=torch.empty(config.target_vocab_size, config.hidden_size),
+            d2t=torch.empty(config.vocab_size),
+            t2d=torch.empty(config.target_vocab_size),
+        )
+    return {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+
+
+def _check_maps(d2t: Tensor, t2d: Tensor, path: Path) -> None:
+    """d2t must be offsets to distinct ids inside the target's vocabulary, t2d their membership."""
+    for name, tensor in (("d2t", d2t), ("t2d", t2d)):
+        if tensor.dtype != MAPS[name]:
+            raise InputError(f"{path}: {name} is {tensor.dtype}, not {MAPS[name]}")
+    ids = torch.arange(d2t.shape[0]) + d2t
+    members = torch.zeros_like(t2d)
+    if int(ids.min()) >= 0 and int(ids.max()) < t2d.shape[0]:
+        members[ids] = True
+    if not torch.equal(members, t2d) or int(members.sum()) != d2t.shape[0]:
+        raise InputError(f"{path}: t2d does not mark exactly the target ids i + d2t[i]; export the draft again")
