@@ -71,7 +71,7 @@ def evaluate(config: RunConfig, run: RunDir) -> Quality:
             computation=computation,
         )
         quality.sample_ids.append(batch.sample_ids[0])
-        quality.tau_sum.append(unrolled.tau_sum)
+        quality.tau_sum.append(float(unrolled.tau_sum))
         quality.tau_rows.append(unrolled.tau_rows)
         quality.correct.append(float(unrolled.correct_sums[0]))
         quality.rows.append(int(unrolled.rows[0]))

@@ -169,7 +169,8 @@ def unroll_hidden(
 
 
 def _moved(index: Tensor, device: torch.device) -> Tensor:
-    return index.to(device, non_blocking=True)
+    # Of pageable memory a copy waits for what the device has queued.
+    return (index.pin_memory() if device.type == "cuda" else index).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class Unrolled:
 
     loss: scalar fp32, sum_k row_weight[k] * (sum of the row losses of step k); differentiable.
     rows, loss_sums, correct_sums, alpha_sums: float64 [K], sums over the rows that count at each step.
-    tau_sum, tau_rows: sum over the rows valid at all K steps of sum_k prod_{j<=k} correct_j, and their number.
+    tau_sum, tau_rows: sum over the rows valid at all K steps of sum_k prod_{j<=k} correct_j (an integer scalar), and
+    their number. Tensors stay on the device: reading one here would keep the host from queueing the backward.
     """
 
     loss: Tensor
@@ -186,7 +188,7 @@ class Unrolled:
     loss_sums: Tensor
     correct_sums: Tensor
     alpha_sums: Tensor
-    tau_sum: float
+    tau_sum: Tensor
     tau_rows: int
 
 
@@ -235,12 +237,11 @@ def unroll(
         assert draft_head is None, "only the linear loss takes the head's master"
         losses = _losses_from_logits(draft, pairs, computation, objective)
     total, loss_sums, correct, alpha = losses
-    # Simulated tau: over the rows valid at all K steps, which are the last step's.
-    run = torch.ones(rows[-1].shape[0], dtype=torch.bool, device=device)
-    tau_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for index, hits in zip(rows, correct, strict=True):
-        run = run & hits[_moved(torch.searchsorted(index, rows[-1]), device)]
-        tau_sum += run.sum()
+    # Simulated tau: over the rows valid at all K steps, which are the last step's; their places among each step's rows.
+    last = alignment.counts[-1].nonzero().flatten()
+    first = torch.tensor([0, *(index.shape[0] for index in rows[:-1])]).cumsum(0)
+    places = (alignment.counts.cumsum(1) - 1)[:, last] + first[:, None]
+    tau_sum = torch.cat(list(correct))[_moved(places, device)].to(torch.int32).cumprod(0).sum()
     sums = torch.stack(
         [
             loss_sums.double(),
@@ -249,7 +250,7 @@ def unroll(
         ]
     )
     num_rows = torch.tensor([index.shape[0] for index in rows], dtype=torch.float64)
-    return Unrolled(total, num_rows, sums[0], sums[1], sums[2], float(tau_sum), rows[-1].shape[0])
+    return Unrolled(total, num_rows, sums[0], sums[1], sums[2], tau_sum, rows[-1].shape[0])
 
 
 def _rows_of_steps(

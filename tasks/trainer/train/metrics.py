@@ -41,7 +41,7 @@ class Sums:
         self.loss += float(unrolled.loss.detach())
         for name in ("rows", "loss_sums", "correct_sums", "alpha_sums"):
             setattr(self, name, getattr(self, name) + getattr(unrolled, name).cpu())
-        self.tau_sum += unrolled.tau_sum
+        self.tau_sum += float(unrolled.tau_sum)
         self.tau_rows += unrolled.tau_rows
 
     def summary(self) -> dict[str, Any]:
