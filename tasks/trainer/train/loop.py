@@ -77,6 +77,7 @@ def train(
     draft.to(device, dtype)
     optimizer = Optimizer(draft, masters, settings)
     step, position = 0, Position()
+    torch.manual_seed(settings.seed)  # what the process drew before must not show
     if found:
         step, position = found.step, found.position
         optimizer.restore(found.optimizer, step=step)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import random
 import shutil
 import signal
 import subprocess
@@ -369,40 +367,3 @@ def test_changed_data_is_another_run(recipe_values: Values) -> None:
     run_stage("prepare", run, silent)
     with pytest.raises(InputError, match="belongs to another run"):
         run_stage("train", run, silent)
-
-
-@pytest.mark.parametrize("num_trials", [3, pytest.param(200, marks=pytest.mark.soak)])
-def test_random_kills(num_trials: int, recipe_values: Values) -> None:
-    """Red when any kill moment loses or changes a bit. Forked after imports, so that a trial takes about a second."""
-    train = {"steps": 12, "checkpoint_every": 3}
-    # A forked child has none of OpenMP's threads and crashes where it wants them; the same number for all runs, because
-    # sums over threads differ in the last bit.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        kill_at_random(recipe_values, train, num_trials)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def kill_at_random(recipe_values: Values, train: dict[str, Any], num_trials: int) -> None:
-    expected = make_run(recipe_values("whole", train=train))
-    first = int(os.environ.get("SOAK_SEED", "0"))
-    for trial in range(first, first + num_trials):
-        run = make_run(recipe_values(f"trial-{trial}", train=train), until="prepare")
-        chance = random.Random(trial)
-        for _ in range(chance.randint(1, 3)):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    run_stage("train", run, silent)
-                    status = 0
-                finally:
-                    os._exit(status)
-            time.sleep(chance.uniform(0.05, 1.2))
-            os.kill(child, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            assert status in (-signal.SIGKILL, 0), f"a run ended by itself with {status}"
-        run_stage("train", run, silent)
-        assert_same_run(run, expected)
