@@ -155,6 +155,16 @@ def _longest(variant: str) -> Ratio:
     return measure
 
 
+def _packs(rows: Rows) -> Iterator[tuple[str, float]]:
+    packed, padded = (rows.one(name, layout=layouts.CHAT) for name in ("packed", "padded"))
+    yield "packs of 16K", _cell(packed, "tokens_per_s") / _cell(padded, "tokens_per_s")
+
+
+def _unfilled(rows: Rows) -> Iterator[tuple[str, float]]:
+    items = rows.one("packed", layout=layouts.CHAT).shape.split("; ")
+    yield "packs of 16K", next(float(item.split()[1]) for item in items if item.startswith("unfilled "))
+
+
 _CONCAT = "flex over concatenated K/V takes 779 ms at 32K, the base block's own kernels 387: 2.0 is their ratio"
 _GATHERED = (
     "thirteen documents went to cuDNN as one padded batch, and gathering took longer than attention; the plan now "
@@ -168,6 +178,7 @@ _HOST += "from 4K rows on"
 _CHUNK = "a chunk too large by 20 MB; made smaller, not measured since"
 _FLOOR = "0.13 GiB beside the chunk's logits at 1K x 32,000; met from 1K x 64,000 on"
 _STEP = "1.59 at 16K, where the peer's other target path was the faster one this time; 1.69 at 32K"
+_NOT_YET = "the benchmark is newer than the last run on a GPU"
 _CUT = "the recorded run ended before these cases"
 
 _PAST_8K = [size for size in LINEAR if size[0] >= 8192]
@@ -213,4 +224,7 @@ GOALS = (
     Goal("longest context trained on one GPU, tokens", "step", "least", 262144, _longest("eyas_ckpt"), "longest"),
     Goal("SpecForge's longest context is measured in the same run, tokens", "step", "least", 1,
          _longest("specforge"), "longest", unmeasured=_CUT),
+    Goal("packs: supervised tokens/s / padded batches of the same documents", "step", "least", 2.5, _packs,
+         layouts.CHAT, unmeasured=_NOT_YET),
+    Goal("packs: share left unfilled", "step", "most", 0.03, _unfilled, layouts.CHAT, unmeasured=_NOT_YET),
 )  # fmt: skip

@@ -18,6 +18,7 @@ DOCUMENTS = "documents"
 ALL = "all supervised"
 ANSWER = "one answer"
 TURNS = "eight turns"
+CHAT = "chat lengths"
 
 _NUM_TURNS = 8
 _SHARE = 4  # one row in four is supervised in ANSWER and TURNS

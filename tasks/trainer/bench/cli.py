@@ -30,6 +30,7 @@ from kernels.bench.cli import (
 from kernels.bench.errors import BenchError
 from kernels.bench.runner import Bench, Journal, Pool
 from storage.errors import StoreError
+from tasks.trainer.bench import packed as packed_work
 from tasks.trainer.bench import step as step_work
 from tasks.trainer.bench import store as store_work
 from tasks.trainer.files import write_json
@@ -50,6 +51,9 @@ def step(
     tokens: Tokens = None,
     longest: Annotated[bool, typer.Option("--longest", help="The longest context that trains, instead.")] = False,
     cap: Annotated[int, typer.Option("--cap", min=1, help="With --longest: do not try more tokens.")] = 262144,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Packs of chat-like documents against padded batches of them, instead.")
+    ] = False,
     against: Against = None,
     peer_path: PeerPath = None,
     peer_python: PeerPython = None,
@@ -60,7 +64,13 @@ def step(
     tiny: Tiny = False,
 ) -> None:
     """The whole training step: forward, backward, clipping, AdamW."""
+    if packed and (longest or tokens or against):
+        raise BenchError("--packed measures one set of documents, ours alone: leave out --longest, --tokens, --against")
     journal = Journal.open(out, record=not try_)
+    if packed:
+        with Pool(packed_work.groups(), device) as pool:
+            step_work.measure(Bench(pool, journal, rounds), packed_work.cases(device=device, tiny=tiny))
+        return
     sizes = read_sizes(tokens, (64,) if tiny else step_work.TOKENS)
     peer = peer_group(against, step_work.specforge_file(), peer_path, peer_python)
     with Pool(step_work.groups(peer), device) as pool:

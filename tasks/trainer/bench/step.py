@@ -71,16 +71,12 @@ def _case(
     steps = 2 if tiny else TTT_STEPS
     dtype = "float32" if device == "cpu" else "bfloat16"
     settings: dict[str, Any] = {**draft, "ttt_steps": steps, "dtype": dtype}
-    shape = (
-        f"{layout}; {steps} steps; D {draft['hidden_size']}; {draft['num_heads']}/{draft['num_kv_heads']} heads x "
-        f"{draft['head_dim']}; MLP {draft['intermediate_size']}; V {draft['target_vocab_size']}; {dtype}"
-    )
     return Case(
         work="step",
         tokens=tokens,
         vocab=draft["vocab_size"],
         supervised=1.0 if layout in (layouts.ALL, LONGEST) else 0.25,
-        shape=shape,
+        shape=shape_of(layout, settings),
         settings={**settings, "tokens": tokens, "layout": layouts.ALL if layout == LONGEST else layout,
                   "states": states},
         problem={**settings, "tokens": 64 if tiny else 512, "layout": layouts.ALL, "states": "device"},
@@ -89,6 +85,15 @@ def _case(
         trim=True,
         fastest={"specforge": _PEER_VARIANTS} if _PEER_VARIANTS[0] in variants else {},
     )  # fmt: skip
+
+
+def shape_of(layout: str, settings: Mapping[str, Any]) -> str:
+    """The shape cell of a case's rows."""
+    return (
+        f"{layout}; {settings['ttt_steps']} steps; D {settings['hidden_size']}; {settings['num_heads']}/"
+        f"{settings['num_kv_heads']} heads x {settings['head_dim']}; MLP {settings['intermediate_size']}; "
+        f"V {settings['target_vocab_size']}; {settings['dtype']}"
+    )
 
 
 def measure(bench: Bench, found: Sequence[Case]) -> None:

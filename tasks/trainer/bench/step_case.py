@@ -66,25 +66,29 @@ class Model:
         return [*kept, self.draft_ids, *(value for value in state if isinstance(value, Tensor))]
 
 
-def make_step(model: Model, batch: Batch, device: torch.device, computation: Computation) -> Callable[[], None]:
-    """The trainer's step on a batch, as `loop.train` takes it: the one place that knows the trainer's calls."""
+def make_step(
+    model: Model, batches: Sequence[Batch], device: torch.device, computation: Computation
+) -> Callable[[], None]:
+    """The trainer's step on batches, as `loop.train` takes it: the one place that knows the trainer's calls."""
     ttt_steps = model.settings.ttt_steps
-    rows = count_rows(batch.loss_mask, batch.document_lengths, ttt_steps).tolist()
+    counts = [count_rows(batch.loss_mask, batch.document_lengths, ttt_steps) for batch in batches]
+    rows = torch.stack(counts).sum(0).tolist()
     weights = [model.settings.step_loss_decay**k / ttt_steps / n if n else 0.0 for k, n in enumerate(rows)]
 
     def step() -> None:
         sums = Sums(ttt_steps)
-        train_pack(
-            model.draft,
-            batch.to(str(device)),
-            sums,
-            model.optimizer,
-            weights,
-            model.head,
-            model.draft_ids,
-            computation,
-            Objective(),
-        )
+        for batch in batches:
+            train_pack(
+                model.draft,
+                batch.to(str(device)),
+                sums,
+                model.optimizer,
+                weights,
+                model.head,
+                model.draft_ids,
+                computation,
+                Objective(),
+            )
         norm = model.optimizer.step()
         if not math.isfinite(norm) or not math.isfinite(sums.loss):
             raise FloatingPointError(f"loss {sums.loss}, gradient norm {norm}")
@@ -141,20 +145,19 @@ class StepCase:
     def __init__(self, settings: dict[str, Any], device: torch.device) -> None:
         self._device = device
         self._dtype = getattr(torch, settings["dtype"])
-        self._model = _model(_shape_of(settings), device, self._dtype)
+        self._model = shared_model(settings, device, self._dtype)
         self._batch = make_batch(settings, device)
 
     @property
     def inputs(self) -> list[Tensor]:
         """The model's and the batch's tensors; the moments exist from the second step on."""
-        batch = [getattr(self._batch, name) for name in ("token_ids", "aux_hidden", "last_hidden", "target_argmax",
-                                                         "target_lse")]  # fmt: skip
-        return [tensor for tensor in (*self._model.tensors(), *batch) if tensor.device.type == self._device.type]
+        tensors = (*self._model.tensors(), *batch_tensors(self._batch))
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
 
     def start(self, variant: str) -> Callable[[], Sequence[Tensor]]:
         """A step; it returns nothing, the gradients are spent."""
         computation = computation_of(variant, self._model, self._device, self._dtype)
-        step = make_step(self._model, self._batch, self._device, computation)
+        step = make_step(self._model, [self._batch], self._device, computation)
 
         def body() -> list[Tensor]:
             step()
@@ -170,22 +173,31 @@ def open_case(settings: dict[str, Any], device: torch.device) -> StepCase:
 
 def error_of(variant: str, problem: dict[str, Any], device: torch.device) -> float:
     """Relative L2 error of all gradients against float32 with dense attention and the reference loss."""
+    batches = [make_batch(problem, device)]
+    return gradient_error(variant, problem, device, own=batches, exact=batches)
+
+
+def gradient_error(
+    variant: str, problem: dict[str, Any], device: torch.device, *, own: Sequence[Batch], exact: Sequence[Batch]
+) -> float:
+    """The same, of a step on `own`, against one on `exact`, which holds the same documents."""
     dtype = getattr(torch, problem["dtype"])
-    batch = make_batch(problem, device)
     model = Model(problem, device, dtype)
-    exact = Model(problem, device, torch.float32)
-    for name, parameter in exact.draft.state_dict().items():
+    wide = Model(problem, device, torch.float32)
+    for name, parameter in wide.draft.state_dict().items():
         parameter.copy_(model.draft.state_dict()[name])
-    exact.draft.embedding.copy_(model.draft.embedding)
-    exact.head.copy_(model.head)
-    own = _gradients(model, batch, device, computation_of(variant, model, device, dtype))
-    true = _gradients(exact, batch, device, Computation(attention="eager", loss="torch"))
-    wrong = math.fsum(float((own[name].double() - true[name].double()).square().sum()) for name in true)
+    wide.draft.embedding.copy_(model.draft.embedding)
+    wide.head.copy_(model.head)
+    found = _gradients(model, own, device, computation_of(variant, model, device, dtype))
+    true = _gradients(wide, exact, device, Computation(attention="eager", loss="torch"))
+    wrong = math.fsum(float((found[name].double() - true[name].double()).square().sum()) for name in true)
     return math.sqrt(wrong / math.fsum(float(gradient.double().square().sum()) for gradient in true.values()))
 
 
-def _gradients(model: Model, batch: Batch, device: torch.device, computation: Computation) -> dict[str, Tensor]:
-    """The masters' gradients of one batch: a step whose update is left out."""
+def _gradients(
+    model: Model, batches: Sequence[Batch], device: torch.device, computation: Computation
+) -> dict[str, Tensor]:
+    """The masters' gradients of a step whose update is left out."""
     found: dict[str, Tensor] = {}
 
     def keep() -> float:
@@ -193,12 +205,20 @@ def _gradients(model: Model, batch: Batch, device: torch.device, computation: Co
         return 0.0
 
     model.optimizer.step = keep  # type: ignore[method-assign,assignment]
-    make_step(model, batch, device, computation)()
+    make_step(model, batches, device, computation)()
     return found
 
 
-def _shape_of(settings: dict[str, Any]) -> str:
-    return json.dumps({name: settings[name] for name in (*_DRAFT_KEYS, "ttt_steps")}, sort_keys=True)
+def batch_tensors(batch: Batch) -> list[Tensor]:
+    """What of a batch may be on the device."""
+    assert batch.last_hidden is not None
+    return [batch.token_ids, batch.aux_hidden, batch.last_hidden, batch.target_argmax, batch.target_lse]
+
+
+def shared_model(settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Model:
+    """The model of these settings, the same one for all cases of a shape."""
+    shape = {name: settings[name] for name in (*_DRAFT_KEYS, "ttt_steps")}
+    return _model(json.dumps(shape, sort_keys=True), device, dtype)
 
 
 @functools.lru_cache(maxsize=1)

@@ -144,7 +144,7 @@ def measure(
                     if batch is None:
                         break
                     waited += time.monotonic() - started
-                    make_step(model, batch, torch.device(device), computation)()  # ends in a synchronisation
+                    make_step(model, [batch], torch.device(device), computation)()  # ends in a synchronisation
                     times.append(time.monotonic() - started)
             traffic = source.traffic
             moved, raw = traffic.h2d_bytes - before[0], traffic.h2d_bytes_bf16 - before[1]

@@ -11,14 +11,15 @@ from kernels.bench import attention, layouts, loss, results
 from kernels.bench.goals import GOALS, Goal, evaluate
 from kernels.bench.results import Row
 from kernels.bench.runner import Case
-from tasks.trainer.bench import step
+from tasks.trainer.bench import packed, step
 
 Make = Callable[..., Row]
 
 # A machine on which every goal is just met: time and memory by variant, in made-up units.
 MS = {"plain_causal": 100.0, "fused": 104.0, "flex": 180.0, "flex_concat": 230.0, "eager": 900.0, "flex_mask": 0.1,
       "triton": 1.0, "compile": 1.1, "copy": 0.6, "linear": 10.0, "matmul": 8.1, "specforge": 11.0,
-      "eyas": 6.0, "eyas_ckpt": 8.0}  # fmt: skip
+      "eyas": 6.0, "eyas_ckpt": 8.0, "packed": 4.0, "padded": 10.4, "padded_budget": 8.0,
+      "padded_skip": 6.0}  # fmt: skip
 GIB = {"flex_mask": 0.05, "flex": 2.0, "eager": 100.0, "linear": 0.9, "triton": 20.0, "specforge": 29.0,
        "eyas": 17.0, "eyas_ckpt": 9.5}  # fmt: skip
 
@@ -49,6 +50,7 @@ def met(row: Make) -> list[Row]:
         *rows_of(attention.cases(), row),
         *rows_of(loss.cases(against=True), row),
         *rows_of(step.cases(step.TOKENS, against=True), row),
+        *rows_of(packed.cases(), row),
         *(replace(one, run="20260102T000000Z-0000") for one in longest),
     ]
 
@@ -73,6 +75,10 @@ def test_every_goal_is_computed_from_what_the_benchmarks_record(met: list[Row]) 
          {"linear + loss: time with 25% supervised / with all"}),
         ("eyas", {"tokens": 16384, "layout": layouts.TURNS}, {"ms": 2.8},
          {"step: time with 25% supervised / with all, 16K and 32K"}),
+        ("padded", {"layout": layouts.CHAT}, {"tokens_per_s": 20e6},
+         {"packs: supervised tokens/s / padded batches of the same documents"}),
+        ("packed", {"layout": layouts.CHAT}, {"shape": f"{layouts.CHAT}; unfilled 0.0301"},
+         {"packs: share left unfilled"}),
         ("eyas_ckpt", {"layout": "longest"}, {"tokens": 131072}, {"longest context trained on one GPU, tokens"}),
     ],
 )  # fmt: skip

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tasks.trainer.bench.packed import chat_lengths
 from tasks.trainer.train.packing import OPEN_PACKS, pack_documents, unfilled_share
-
-
-def sharegpt_like(num: int, *, longest: int = 16384, seed: int = 0) -> np.ndarray:
-    """Log-normal lengths of median 1,024."""
-    lengths = np.exp(np.random.default_rng(seed).normal(np.log(1024), 1.0, num))
-    return np.clip(lengths.round(), 16, longest).astype(np.int64)
 
 
 def packs_of(lengths: np.ndarray, pack_tokens: int, *, seed: int = 1) -> list[list[int]]:
@@ -22,8 +17,8 @@ def packs_of(lengths: np.ndarray, pack_tokens: int, *, seed: int = 1) -> list[li
 @pytest.mark.parametrize(
     "lengths",
     [
-        sharegpt_like(700),
-        sharegpt_like(5),
+        chat_lengths(700),
+        chat_lengths(5),
         np.array([4096]),
         np.array([1] * 10000),
         np.array([4096, 1, 5000, 4097, 4095, 2, 9000] * 9),
@@ -43,7 +38,7 @@ def test_every_document_once_and_no_pack_overflows(lengths: np.ndarray) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_packs_are_nearly_full(pack_tokens: int, most: float, seed: int) -> None:
     """Red when packing wastes room on lengths as of chat data: next-fit leaves 12% and 22% of it empty."""
-    lengths = sharegpt_like(5000, longest=pack_tokens, seed=seed)
+    lengths = chat_lengths(5000, longest=pack_tokens, seed=seed)
     assert unfilled_share(lengths, packs_of(lengths, pack_tokens), pack_tokens=pack_tokens) < most
 
 
@@ -57,7 +52,7 @@ def test_few_documents_are_packed_as_tightly() -> None:
 def test_packs_are_as_mixed_as_the_data() -> None:
     """Red when packs gather documents of like lengths, as sorting them first does: then the number of documents a pack
     varies as much as its mean, and the gradient's make-up swings from step to step."""
-    lengths = sharegpt_like(5000)
+    lengths = chat_lengths(5000)
     counts = [len(pack) for pack in packs_of(lengths, 16384)]
     chance = np.random.default_rng(0)
     random_counts = [np.searchsorted(lengths[chance.permutation(5000)[:400]].cumsum(), 16384) for _ in range(500)]
