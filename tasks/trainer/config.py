@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tasks.trainer.config_states import HiddenStates, Offline, Online, stored_encoding
+from tasks.trainer.parent import parent_digest
 
 __all__ = [
     "Data",
@@ -142,6 +143,20 @@ class Draft(_Group):
         description="Weights before training: random projections, or the target's last layer and final norm reading "
         "the highest auxiliary state (LLaMA-like targets, same sizes). The head always starts from the target's rows.",
     )
+    init: str | None = Field(
+        None,
+        title="Warm start",
+        description="Folder of an earlier draft to start from, in place of `start`: a checkpoint of a run, an export, "
+        "or SpecForge's layout, of the same sizes. Draft tokens that are new to it start from the target's rows.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Draft:
+        if self.init is not None and self.start != "random":
+            raise ValueError(
+                f"start={self.start} and init={self.init!r} are two starts; use start=random (the default) with init"
+            )
+        return self
 
 
 class Train(_Group):
@@ -377,6 +392,8 @@ def identity_fields(config: RunConfig) -> dict[str, Any]:
     a store loses does, a preset and the same steps by hand being the same; without a store, nothing is lost.
     """
     dumped = config.model_dump(mode="json", exclude={"run_dir", "scratch_dir", "evaluate", "hidden_states"})
+    if config.draft.init is not None:
+        dumped["draft"]["init"] = parent_digest(config.draft.init)
     encoding = stored_encoding(config.hidden_states)
     dumped["hidden_states"] = {"mode": config.hidden_states.mode}
     if encoding is not None and not encoding.lossless:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tasks.trainer.config import Draft
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
+from tasks.trainer.export.warm_start import start_from_parent
 from tasks.trainer.target_ends import TargetEnds
 
 
@@ -68,9 +69,10 @@ def _rope_parameters(target_config: Any) -> dict[str, Any]:
 def fresh_draft(
     shape: DraftConfig, chosen: Draft, ends: TargetEnds, *, d2t: Tensor, t2d: Tensor, seed: int
 ) -> Eagle3Draft:
-    """An untrained draft as `draft.start` says, float32 on the CPU. Raises InputError when it cannot start so."""
+    """A draft before training as `draft.start` and `draft.init` say, float32 on the CPU. Raises InputError when it
+    cannot start so."""
     try:
-        return Eagle3Draft.initialise(
+        draft = Eagle3Draft.initialise(
             shape,
             embedding=ends.embedding,
             head=ends.head,
@@ -83,6 +85,9 @@ def fresh_draft(
         raise InputError(
             f"draft.start=target_layer: {error}; leave the draft's sizes empty, or use draft.start=random"
         ) from None
+    if chosen.init is not None:
+        start_from_parent(draft, chosen.init)
+    return draft
 
 
 def trained_draft(

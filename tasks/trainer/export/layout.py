@@ -46,8 +46,7 @@ def draft_tensors(tensors: Mapping[str, Tensor], config: DraftConfig, path: Path
     for layer in range(1, config.num_layers):
         # Trainers that know one engine write one of the two.
         of_vllm = found.pop(_input_norm(layer), None)
-        of_sglang = found.setdefault(_hidden_norm(layer), of_vllm) if of_vllm is not None else None
-        if of_sglang is not None and not torch.equal(of_sglang, of_vllm):
+        if of_vllm is not None and not torch.equal(found.setdefault(_hidden_norm(layer), of_vllm), of_vllm):
             raise InputError(
                 f"{path}: {_input_norm(layer)} and {_hidden_norm(layer)} differ: vLLM and SGLang would run different "
                 "drafts"

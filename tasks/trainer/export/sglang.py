@@ -113,7 +113,7 @@ def load_exported(folder: Path, *, embedding: Tensor) -> Eagle3Draft:
     Raises InputError naming the file, key or tensor that is missing or does not fit.
     """
     folder = Path(folder)
-    config = _draft_config(_read_config(folder), folder / CONFIG_FILE)
+    config = draft_config(_read_config(folder), folder / CONFIG_FILE)
     if tuple(embedding.shape) != (config.target_vocab_size, config.hidden_size):
         raise InputError(
             f"{folder}: this draft's target has an embedding of {(config.target_vocab_size, config.hidden_size)}, "
@@ -173,8 +173,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
-    """The shape in config.json. Refuses other architectures, variants, and layer ids that contradict each other."""
+def draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
+    """The shape in a complete config.json; path: for messages.
+
+    Refuses other architectures, variants, and layer ids that contradict each other.
+    """
     if config.get("architectures") != [ARCHITECTURE]:
         raise InputError(f"{path}: architectures is {config.get('architectures')!r}, not [{ARCHITECTURE!r}]")
     for switch in NORM_SWITCHES:
