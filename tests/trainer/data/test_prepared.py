@@ -179,6 +179,11 @@ def test_nothing_supervised_at_all_is_an_error(tmp_path: Path, renderer: ChatRen
     ):
         PreparedData.write(tmp_path, samples, refusals)
     assert len(PreparedData.open(tmp_path)) == 2
+    # One supervised token each: no pair to train on, whatever their number.
+    single = [conversation(f"q{number}", "T", number, finish="length") for number in range(3)]
+    refusals = Refusals()
+    with pytest.raises(InputError, match="refused: 3 fewer_than_two_supervised_in_a_row"):
+        PreparedData.write(tmp_path, make_samples(single, renderer, refusals=refusals), refusals)
 
 
 def test_an_incomplete_or_altered_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
