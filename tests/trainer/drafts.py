@@ -10,6 +10,11 @@ from torch import Tensor
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 
 HIDDEN, TARGET_VOCAB, DRAFT_VOCAB = 32, 80, 48
+# Drafts that the unroll must be right for, as keyword arguments of random_draft.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "three layers": {"num_layers": 3},
+}
 
 
 def draft_config(**changes: Any) -> DraftConfig:

@@ -19,7 +19,7 @@ from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
 from tasks.trainer.target import TopTokens
 from tasks.trainer.train.batches import Batch
 from tests.trainer.draft.conftest import make_batch, masked
-from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, random_draft
+from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, VARIANTS, random_draft
 
 K = 4
 # fp64: the same sums in another order.
@@ -68,12 +68,12 @@ def assert_same(
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
-@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_only_active_rows_need_computing(name: str, num_layers: int, attention: str, monkeypatch: Any) -> None:
+def test_only_active_rows_need_computing(name: str, variant: str, attention: str, monkeypatch: Any) -> None:
     """Red when a row that is left out mattered: its key, its value, its share of fc or of a lower layer; or when runs
     see wrong keys."""
-    draft = random_draft(num_layers=num_layers)
+    draft = random_draft(**VARIANTS[variant])
     mask, lengths = MASKS[name]
     batch = make_batch(mask, lengths)
     computation = Computation(attention=attention, loss="linear")
@@ -155,11 +155,11 @@ def test_rows_are_really_left_out(draft: Eagle3Draft, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     "memory", [Memory("mlp"), Memory("step"), Memory("none", 7), Memory("mlp", 7), Memory("step", 7)]
 )
-@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["all", "turns"])
-def test_memory_choices_change_nothing(name: str, num_layers: int, memory: Memory) -> None:
+def test_memory_choices_change_nothing(name: str, variant: str, memory: Memory) -> None:
     """Red when what is computed again differs from what was computed first, or a chunk is lost."""
-    draft = random_draft(num_layers=num_layers)
+    draft = random_draft(**VARIANTS[variant])
     batch = make_batch(*MASKS[name])
     expected = run(draft, batch, Computation(attention="fused", loss="linear"))
     assert_same(run(draft, batch, Computation(attention="fused", loss="linear", memory=memory)), expected)
@@ -175,9 +175,12 @@ def test_step_checkpointing_runs_every_layer_again(monkeypatch: Any) -> None:
     assert len(calls) == 2 * 2 * K
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["all", "packed"])
-def test_loss_backends_agree(name: str, draft: Eagle3Draft) -> None:
-    """Red when the linear loss pairs a row with another target than the loss from logits does."""
+def test_loss_backends_agree(name: str, variant: str) -> None:
+    """Red when the linear loss pairs a row with another target than the loss from logits does, or writes over a
+    hidden state that something else still reads."""
+    draft = random_draft(**VARIANTS[variant])
     batch = make_batch(*MASKS[name])
     expected = run(draft, batch, Computation(attention="fused", loss="torch"))
     assert_same(run(draft, batch, Computation(attention="fused", loss="linear")), expected)
