@@ -14,7 +14,7 @@ from tasks.trainer.files import read_json, write_json, write_text
 from tasks.trainer.report_markdown import render
 from tasks.trainer.report_plots import draw
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.train.curves import read_metrics
+from tasks.trainer.train.curves import read_heldout, read_metrics
 
 
 def write_report(config: RunConfig, run: RunDir) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
     one an optimizer step. tokens: read by the trainer, prompts included. data_wait_seconds: of train_seconds, what
     steps waited for their data. stored_bytes_per_token: of the store (0 without one); raw_bytes_per_token: the same
     states as plain bfloat16, ids and statistics included. store: what the capture, or training that fills a store, says
-    of it.
+    of it. heldout_curve: what training measured on held-out samples, by step; empty when it did not look.
     """
     prepared, trained = run.receipt("prepare"), run.receipt("train")
     exported = run.receipt("export")
@@ -59,6 +59,7 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
         "h2d_bytes": sum(line["h2d_bytes"] for line in lines),
         **_bytes_per_token(config, run, prepared, captured),
         "mode": config.hidden_states.mode,
+        "heldout_curve": [{"step": step, **measured} for step, measured in read_heldout(run.metrics).items()],
         "curves": {key: [line[key] for line in lines] for key in ("acc", "tau", "learning_rate")},
         "acceptance": acceptance,
         "evaluation": {key: evaluation[key] for key in ("step", "dtype", "heldout", "heldout_samples")},

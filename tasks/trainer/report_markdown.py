@@ -110,10 +110,22 @@ def _training(facts: dict[str, Any], config: RunConfig) -> str:
         ["tokens", f"{facts['tokens']:,} ({rate:,.0f} tokens/s, {facts['train_seconds']:,.0f} s)"],
         ["waiting for data", _waiting(facts)],
         ["loss", f"{facts['losses'][0]:.3f} to {facts['losses'][-1]:.3f}"],
+        ["held out", _held_out(facts)],
         ["attention, loss", f"{trained['attention']}, {trained['loss']}"],
         ["device, dtype", f"{trained['device']}, {trained['dtype']} with float32 masters"],
     ]
     return _table(["", ""], rows)
+
+
+def _held_out(facts: dict[str, Any]) -> str:
+    looks = facts["heldout_curve"]
+    exported = f"step {facts['evaluation']['step']} is measured and exported"
+    if not looks:
+        return f"not looked at while training; {exported}"
+    taus = [(look["tau"], look["step"]) for look in looks if look["tau"] is not None]
+    best = max(taus, key=lambda pair: (pair[0], -pair[1])) if taus else None
+    simulated = f", simulated tau {best[0]:.3f} at step {best[1]}" if best else ""
+    return f"loss {looks[0]['loss']:.3f} to {looks[-1]['loss']:.3f} in {len(looks)} looks{simulated}; {exported}"
 
 
 def _waiting(facts: dict[str, Any]) -> str:

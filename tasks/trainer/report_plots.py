@@ -44,13 +44,30 @@ def _training(facts: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     left.plot(steps, facts["losses"], color=PALE, linewidth=0.8)
     left.plot(steps, _smooth(facts["losses"]), color=ACCENT, linewidth=1.8)
+    held_out = facts["heldout_curve"]
+    if held_out:
+        seen = [measured["step"] for measured in held_out]
+        left.plot(
+            seen,
+            [measured["loss"] for measured in held_out],
+            "o-",
+            color=INK,
+            markersize=4,
+            label="held out, cross entropy",
+        )
+        best = facts["evaluation"]["step"]
+        left.axvline(best, color=INK, linewidth=0.8, linestyle=":", label=f"exported: step {best}")
+        left.legend(frameon=False, fontsize=8)
     left.set(title="Training loss", xlabel="optimizer step")
     left.set_ylim(bottom=0)
     accuracy = np.array(facts["curves"]["acc"], dtype=float)
     shades = plt.get_cmap("YlOrBr")(np.linspace(0.9, 0.45, accuracy.shape[1]))
     for depth, shade in enumerate(shades):
         right.plot(steps, _smooth(accuracy[:, depth]), color=shade, linewidth=1.6, label=f"acc_{depth}")
-    right.set(title="Training accuracy by TTT step (smoothed)", xlabel="optimizer step")
+        if held_out:
+            right.plot(seen, [measured["acc"][depth] for measured in held_out], "o", color=shade, markersize=4)
+    dots = "; dots: held out" if held_out else ""
+    right.set(title=f"Training accuracy by TTT step (smoothed{dots})", xlabel="optimizer step")
     right.set_ylim(bottom=0)
     right.legend(frameon=False, fontsize=8, ncols=2)
     figure.savefig(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -158,3 +159,17 @@ def test_nothing_of_the_held_out_samples_is_read_without_evaluation(
     assert receipt is not None
     assert receipt["captured_samples"] == len(PreparedData.open(run.train_data))
     assert read_heldout(run.metrics) == {}
+
+
+def test_the_report_tells_what_was_looked_at(recipe_values: Values) -> None:
+    """Red when the report leaves out the held-out curve, or which checkpoint its figures are of."""
+    run = make_run(recipe_values(train=TRAIN), until="report")
+    report = json.loads(run.report_json.read_text())
+    assert [look["step"] for look in report["heldout_curve"]] == [4, 8]
+    best = best_steps(read_heldout(run.metrics))[0]
+    assert report["evaluation"]["step"] == report["export"]["step"] == best
+    assert (
+        f"in 2 looks, simulated tau {report['heldout_curve'][best // 4 - 1]['tau']:.3f} at step {best}; step {best} is"
+        in (run.report_markdown.read_text())
+    )
+    assert (run.plots / "training.png").stat().st_size > 0
