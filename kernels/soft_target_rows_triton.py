@@ -25,16 +25,13 @@ from torch import Tensor
 
 from kernels.reference import PROBABILITY_FLOOR
 from kernels.scale_triton import row_grid
+from kernels.soft_target_passes_triton import LN2, LOG2E, load_block, probabilities, statistics, store_block
 from kernels.soft_target_rows import Objective, RowResults, TargetRows
 
 # The kernels run in Python, on any device: TRITON_INTERPRET=1 was set before triton was imported (which decides for its
 # own functions, as tl.sum) and before this module was (which decides for the kernels here).
 INTERPRETED: bool = triton.knobs.runtime.interpret and not isinstance(tl.sum, triton.JITFunction)
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
-# Where a maximum starts: below any logit, but not -inf, as -inf - -inf would be NaN; finite over any temperature.
-_LOWEST = tl.constexpr(-1e30)
 _FLOOR = tl.constexpr(PROBABILITY_FLOOR)
 
 
@@ -66,93 +63,6 @@ def row_launch(num_columns: int, itemsize: int) -> RowLaunch:
 
 
 @triton.jit
-def _load(row, block, num_columns, column_stride, OTHER: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-          BLOCK: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
-    """A block of a row in float32, scaled to base 2; OTHER past the row's end."""
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    # Columns in 64 bits too where they are apart: a transposed tensor's column stride is its number of rows.
-    pointers = row + (columns if UNIT else columns.to(tl.int64) * column_stride)
-    if MASKED:
-        values = tl.load(pointers, mask=columns < num_columns, other=OTHER, eviction_policy=POLICY)
-    else:
-        values = tl.load(pointers, eviction_policy=POLICY)
-    return values.to(tl.float32) * _LOG2E
-
-
-@triton.jit
-def _store(row, values, block, num_columns, column_stride, MASKED: tl.constexpr, UNIT: tl.constexpr,
-           BLOCK: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    pointers = row + (columns if UNIT else columns.to(tl.int64) * column_stride)
-    if MASKED:
-        tl.store(pointers, values.to(row.dtype.element_ty), mask=columns < num_columns, eviction_policy=POLICY)
-    else:
-        tl.store(pointers, values.to(row.dtype.element_ty), eviction_policy=POLICY)
-
-
-@triton.jit
-def _online(values, block, highest, total, tempered_total, block_of_highest, inverse_temperature,
-            TEMPERED: tl.constexpr):  # fmt: skip
-    """Each lane's online softmax: one exponential, of the distance between the value and the highest so far."""
-    larger = values > highest
-    # A NaN is never larger: it passes by the maximum and enters the sum.
-    distance = -tl.abs(values - highest)
-    ratio = tl.exp2(distance)
-    total = tl.where(larger, total * ratio + 1.0, total + ratio)
-    if TEMPERED:
-        ratio = tl.exp2(distance * inverse_temperature)
-        tempered_total = tl.where(larger, tempered_total * ratio + 1.0, tempered_total + ratio)
-    # Strictly larger: of a tie the lane's lowest column stays.
-    block_of_highest = tl.where(larger, block, block_of_highest)
-    return tl.where(larger, values, highest), total, tempered_total, block_of_highest
-
-
-@triton.jit
-def _statistics(row, num_columns, column_stride, inverse_temperature, TEMPERED: tl.constexpr, RAGGED: tl.constexpr,
-                UNIT: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
-    """(log-sum-exp, log-sum-exp at the temperature, lowest column of the highest value) of a row, in base 2."""
-    highest = tl.full([BLOCK], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    tempered_total = tl.zeros([BLOCK], tl.float32)
-    block_of_highest = tl.zeros([BLOCK], tl.int32)
-    num_whole = num_columns // BLOCK
-    for block in tl.range(0, num_whole, num_stages=NUM_STAGES):
-        values = _load(row, block, num_columns, column_stride, float("-inf"), False, UNIT, BLOCK, POLICY)
-        highest, total, tempered_total, block_of_highest = _online(
-            values, block, highest, total, tempered_total, block_of_highest, inverse_temperature, TEMPERED
-        )
-    if RAGGED:
-        values = _load(row, num_whole, num_columns, column_stride, float("-inf"), True, UNIT, BLOCK, POLICY)
-        highest, total, tempered_total, block_of_highest = _online(
-            values, num_whole, highest, total, tempered_total, block_of_highest, inverse_temperature, TEMPERED
-        )
-    best = tl.max(highest, 0)
-    below = highest - best
-    lse = best + tl.log2(tl.sum(total * tl.exp2(below), 0))
-    tempered_lse = lse
-    if TEMPERED:
-        tempered_total *= tl.exp2(below * inverse_temperature)
-        tempered_lse = best * inverse_temperature + tl.log2(tl.sum(tempered_total, 0))
-    columns = block_of_highest * BLOCK + tl.arange(0, BLOCK)
-    return lse, tempered_lse, tl.min(tl.where(highest == best, columns, num_columns), 0)
-
-
-@triton.jit
-def _probabilities(draft, target, lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature,
-                   TEMPERED: tl.constexpr):  # fmt: skip
-    """(p, q of the loss, -log2 q of the loss, full_p, q) of a block."""
-    q = tl.exp2(draft - lse)
-    if TEMPERED:
-        p = tl.exp2(target * inverse_temperature - draft_lse)
-        surprise = tempered_lse - draft * inverse_temperature
-        return p, tl.exp2(-surprise), surprise, tl.exp2(target - full_lse), q
-    else:
-        p = tl.exp2(target - draft_lse)
-        # p over the full vocabulary is p over the draft's times one number a row.
-        return p, q, lse - draft, p * full_share, q
-
-
-@triton.jit
 def _pass_2_block(logits_row, target_row, block, num_columns, logits_column_stride, target_column_stride,
                   lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature, weight,
                   loss_lanes, alpha_lanes, below_lanes, tail_lanes,
@@ -160,12 +70,12 @@ def _pass_2_block(logits_row, target_row, block, num_columns, logits_column_stri
                   MASKED: tl.constexpr, LOGITS_UNIT: tl.constexpr, TARGET_UNIT: tl.constexpr, BLOCK: tl.constexpr,
                   POLICY: tl.constexpr, STORE_POLICY: tl.constexpr):  # fmt: skip
     """A block's share of the row's sums, and its gradient where that needs no sum."""
-    draft = _load(logits_row, block, num_columns, logits_column_stride, 0.0, MASKED, LOGITS_UNIT, BLOCK, POLICY)
+    draft = load_block(logits_row, block, num_columns, logits_column_stride, 0.0, MASKED, LOGITS_UNIT, BLOCK, POLICY)
     # Past the row's end -inf: p and full_p are 0 there, and nothing is added.
-    target = _load(
+    target = load_block(
         target_row, block, num_columns, target_column_stride, float("-inf"), MASKED, TARGET_UNIT, BLOCK, POLICY
     )
-    p, loss_q, surprise, full_p, q = _probabilities(
+    p, loss_q, surprise, full_p, q = probabilities(
         draft, target, lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature, TEMPERED
     )
     loss_lanes += p * surprise
@@ -178,8 +88,10 @@ def _pass_2_block(logits_row, target_row, block, num_columns, logits_column_stri
             is_tail = is_tail & (block * BLOCK + tl.arange(0, BLOCK) < num_columns)
         tail_lanes += tl.where(is_tail, q, 0.0)
     if WRITE:
-        _store(logits_row, weight * (loss_q - p), block, num_columns, logits_column_stride, MASKED, LOGITS_UNIT, BLOCK,
-               STORE_POLICY)  # fmt: skip
+        store_block(
+            logits_row, weight * (loss_q - p), block, num_columns, logits_column_stride, MASKED, LOGITS_UNIT, BLOCK,
+            STORE_POLICY,
+        )  # fmt: skip
     return loss_lanes, alpha_lanes, below_lanes, tail_lanes
 
 
@@ -191,9 +103,9 @@ def _pass_3_block(logits_row, target_row, block, num_columns, logits_column_stri
                   LOGITS_UNIT: tl.constexpr, TARGET_UNIT: tl.constexpr, BLOCK: tl.constexpr,
                   POLICY: tl.constexpr):  # fmt: skip
     """A block's gradient, once the row's sums are known."""
-    draft = _load(logits_row, block, num_columns, logits_column_stride, 0.0, MASKED, LOGITS_UNIT, BLOCK, POLICY)
-    target = _load(target_row, block, num_columns, target_column_stride, 0.0, MASKED, TARGET_UNIT, BLOCK, POLICY)
-    p, loss_q, _, full_p, q = _probabilities(
+    draft = load_block(logits_row, block, num_columns, logits_column_stride, 0.0, MASKED, LOGITS_UNIT, BLOCK, POLICY)
+    target = load_block(target_row, block, num_columns, target_column_stride, 0.0, MASKED, TARGET_UNIT, BLOCK, POLICY)
+    p, loss_q, _, full_p, q = probabilities(
         draft, target, lse, tempered_lse, draft_lse, full_lse, full_share, inverse_temperature, TEMPERED
     )
     if HAS_TAIL:
@@ -202,7 +114,7 @@ def _pass_3_block(logits_row, target_row, block, num_columns, logits_column_stri
     gradient = from_entropy * (loss_q - p)
     if ON_ALPHA:
         gradient += from_alpha * (tl.where(q < full_p, q, 0.0) - q * below)
-    _store(logits_row, gradient, block, num_columns, logits_column_stride, MASKED, LOGITS_UNIT, BLOCK, POLICY)
+    store_block(logits_row, gradient, block, num_columns, logits_column_stride, MASKED, LOGITS_UNIT, BLOCK, POLICY)
 
 
 @triton.jit
@@ -251,14 +163,14 @@ def _rows_kernel(
         logits_row = logits_pointer + tl.cast(row, tl.int64) * logits_row_stride
         target_row = target_pointer + target_number * target_row_stride
         target_index = tl.load(target_index_pointer + target_number)
-        full_lse = tl.load(target_lse_pointer + target_number) * _LOG2E
+        full_lse = tl.load(target_lse_pointer + target_number) * LOG2E
 
         if draft_lse_pointer is None:
-            _, draft_lse, _ = _statistics(target_row, num_columns, target_column_stride, inverse_temperature,
+            _, draft_lse, _ = statistics(target_row, num_columns, target_column_stride, inverse_temperature,
                                           TEMPERED, RAGGED, TARGET_UNIT, BLOCK, NUM_STAGES, READ_AGAIN)  # fmt: skip
         else:
-            draft_lse = tl.load(draft_lse_pointer + target_number) * _LOG2E
-        lse, tempered_lse, best_column = _statistics(
+            draft_lse = tl.load(draft_lse_pointer + target_number) * LOG2E
+        lse, tempered_lse, best_column = statistics(
             logits_row, num_columns, logits_column_stride, inverse_temperature,
             TEMPERED, RAGGED, LOGITS_UNIT, BLOCK, NUM_STAGES, READ_AGAIN)  # fmt: skip
         full_share = tl.exp2(draft_lse - full_lse)
@@ -286,14 +198,14 @@ def _rows_kernel(
                 ON_ALPHA, HAS_TAIL, TEMPERED, WRITE_IN_PASS_2, False, LOGITS_UNIT, TARGET_UNIT, BLOCK,
                 PASS_2, READ_LAST)  # fmt: skip
 
-        cross_entropy = tl.sum(loss_lanes, 0) * _LN2
+        cross_entropy = tl.sum(loss_lanes, 0) * LN2
         alpha = tl.sum(alpha_lanes, 0)
         tail_ratio = 0.0
         if HAS_TAIL:
             tail_p = tl.load(tail_pointer + target_number)
             tail_q = tl.sum(tail_lanes, 0)
             tail_q = tl.where(tail_q < _FLOOR, _FLOOR, tail_q)
-            cross_entropy -= tail_p * tl.log2(tail_q) * _LN2
+            cross_entropy -= tail_p * tl.log2(tail_q) * LN2
             tail_ratio = tail_p / tail_q
         # d row loss / dz = from_entropy * (q - p) + from_alpha * q * ((q < full_p) - A)
         from_entropy, from_alpha = 1.0, 0.0
@@ -302,14 +214,14 @@ def _rows_kernel(
         elif OBJECTIVE == "lk_alpha":
             is_low = alpha < _FLOOR
             floored = tl.where(is_low, _FLOOR, alpha)
-            loss = -tl.log2(floored) * _LN2
+            loss = -tl.log2(floored) * LN2
             # The derivative of the clamped logarithm: nothing below the floor.
             from_entropy, from_alpha = 0.0, tl.where(is_low, 0.0, -1.0 / floored)
         elif OBJECTIVE == "total_variation":
             loss = 1.0 - alpha
             from_entropy, from_alpha = 0.0, -1.0
         else:
-            lam = tl.exp2(-lk_decay * alpha * _LOG2E) if mixing_pointer is None else tl.load(mixing_pointer + row)
+            lam = tl.exp2(-lk_decay * alpha * LOG2E) if mixing_pointer is None else tl.load(mixing_pointer + row)
             loss = lam * cross_entropy + (1.0 - lam) * (1.0 - alpha)
             from_entropy, from_alpha = lam, lam - 1.0
         tl.store(loss_pointer + row, counts * loss)
@@ -335,9 +247,9 @@ def _log_sum_exp_kernel(logits_pointer, lse_pointer, num_rows, num_columns, row_
                         BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         logits_row = logits_pointer + tl.cast(row, tl.int64) * row_stride
-        _, lse, _ = _statistics(logits_row, num_columns, column_stride, inverse_temperature, TEMPERED, RAGGED, UNIT,
+        _, lse, _ = statistics(logits_row, num_columns, column_stride, inverse_temperature, TEMPERED, RAGGED, UNIT,
                                 BLOCK, NUM_STAGES, "")  # fmt: skip
-        tl.store(lse_pointer + row, lse * _LN2)
+        tl.store(lse_pointer + row, lse * LN2)
 
 
 def _block(num_columns: int, launch: RowLaunch) -> int:
