@@ -118,6 +118,12 @@ class Data(_Group):
 class Draft(_Group):
     """Shape of the draft. What is left empty follows the target."""
 
+    variant: Literal["eagle3", "eagle3.1"] = Field(
+        "eagle3",
+        title="Variant",
+        description="eagle3.1: a norm for each auxiliary layer before fc, and each draft step reads the normed output "
+        "of the one before. Older engines know eagle3 only.",
+    )
     vocab_size: int | None = Field(
         32000,
         ge=16,
@@ -155,6 +161,11 @@ class Draft(_Group):
         if self.init is not None and self.start != "random":
             raise ValueError(
                 f"start={self.start} and init={self.init!r} are two starts; use start=random (the default) with init"
+            )
+        if self.variant == "eagle3.1" and self.start == "target_layer":
+            raise ValueError(
+                "start=target_layer goes with variant=eagle3 only: eagle3.1 norms the state that the target's layer "
+                "adds to, so the draft would not start as that layer; use start=random"
             )
         return self
 

@@ -14,6 +14,8 @@ HIDDEN, TARGET_VOCAB, DRAFT_VOCAB = 32, 80, 48
 VARIANTS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "three layers": {"num_layers": 3},
+    "eagle3.1": {"variant": "eagle3.1"},
+    "eagle3.1, two layers": {"variant": "eagle3.1", "num_layers": 2},
 }
 
 

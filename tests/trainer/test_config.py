@@ -54,6 +54,8 @@ def refused(**changes: Any) -> str:
         ({"train": {"objective": "kl"}}, ["train.objective='kl'", "soft_cross_entropy"]),
         ({"train": {"checkpointing": "layer"}}, ["train.checkpointing='layer'", "step"]),
         ({"data": {"source": "x", "heldout_fraction": 0.0}}, ["heldout_fraction", "heldout_source"]),
+        ({"draft": {"variant": "eagle3.1", "start": "target_layer"}}, ["variant=eagle3", "start=random"]),
+        ({"draft": {"variant": "eagle4"}}, ["draft.variant='eagle4'", "eagle3.1"]),
         ({"data": {}}, ["data.source is missing"]),
         ({"hidden_states": {"mode": "offline", "shard_tokens": 1000}}, ["shard_tokens=1000", "use 1024"]),
     ],

@@ -83,6 +83,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "as many key heads": {"num_heads": 2},
     "two layers": {"num_layers": 2},
     "three layers, whole vocabulary": {"num_layers": 3, "vocab_size": TARGET_VOCAB},
+    "eagle3.1": {"variant": "eagle3.1"},
+    "eagle3.1, two layers": {"variant": "eagle3.1", "num_layers": 2},
 }
 
 
@@ -202,6 +204,25 @@ def test_token_mutants_are_noticed(offset: int) -> None:
     moved = Alignment(rule.positions, (rule.shifted + offset).clamp(0, sum(LENGTHS) - 1), rule.counts)
     error = difference(unrolled_logits(draft, "fused", alignment=moved), drafted_logits(draft))
     assert error > NOTICED if offset else error <= TOLERANCE[torch.float64]
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], str]] = {
+    "un-normed to the next step": (lambda output, normed: (output, normed), "eagle3"),
+    "normed to the next step": (lambda output, normed: (normed, normed), "eagle3.1"),
+    "un-normed to the head": (lambda output, normed: (normed, output), ""),
+}
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "eagle3.1"])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output_mutants_are_noticed(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when the comparison cannot tell one variant's outputs from the other's."""
+    mutate, right_for = OUTPUTS[name]
+    draft = random_draft(torch.float64, variant=variant)
+    drafted = drafted_logits(draft)
+    monkeypatch.setattr(draft, "outputs", lambda output: mutate(output, draft.norm(output)))
+    error = difference(unrolled_logits(draft, "fused"), drafted)
+    assert error <= TOLERANCE[torch.float64] if variant == right_for else error > NOTICED
 
 
 # --- which rows count ---------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ The parts are separate methods (`fuse`, `qkv`, `finish`, `outputs`) instead of o
 run under two attention patterns: the TTT unroll in training (draft/ttt.py) and a key/value cache when drafting
 (acceptance/drafter.py). Parameter names are those of the SGLang checkpoint layout, so that export copies tensors.
 
+EAGLE-3.1 differs in two places: each auxiliary layer's part of fc's input has a norm of its own, which takes the
+layers' different scales away, and the next step reads the normed output, whose scale cannot drift over the steps.
+
 Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
 """
 
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 
 from tasks.trainer.draft.rope import Rope
 
+VARIANTS = ("eagle3", "eagle3.1")
+
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
@@ -26,7 +31,7 @@ class DraftConfig:
     hidden_size: D, the target's. vocab_size: Vd, tokens the draft can propose. target_vocab_size: V.
     rope_parameters: rope_type, rope_theta and the scaling's own keys, as transformers 5 writes them.
     max_position_embeddings: the target's: serving stops there. aux_layer_ids: 0-based output layers of the target.
-    num_layers: decoder layers; the first alone reads the token's embedding.
+    num_layers: decoder layers; the first alone reads the token's embedding. variant: one of VARIANTS.
     """
 
     hidden_size: int
@@ -41,13 +46,26 @@ class DraftConfig:
     aux_layer_ids: tuple[int, int, int]
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     num_layers: int = 1
+    variant: str = "eagle3"
 
     @property
     def has_full_vocabulary(self) -> bool:
         """Whether draft ids are target ids."""
         return self.vocab_size == self.target_vocab_size
 
+    @property
+    def fc_norm(self) -> bool:
+        """Whether each auxiliary layer is normed before `fc`."""
+        return self.variant == "eagle3.1"
+
+    @property
+    def norm_output(self) -> bool:
+        """Whether the next step reads the normed output."""
+        return self.variant == "eagle3.1"
+
     def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant={self.variant!r} is unknown: use {' or '.join(VARIANTS)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: query heads share "
@@ -125,6 +143,8 @@ class Eagle3Draft(nn.Module):
         assert d2t.shape == (config.vocab_size,)
         assert t2d.shape == (config.target_vocab_size,)
         self.config = config
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DecoderLayer(config, first=True)
         # By number, so that the names are the checkpoint's: layers.1, layers.2, ... behind midlayer.
@@ -222,6 +242,9 @@ class Eagle3Draft(nn.Module):
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Three layers of the target into one hidden state. aux_hidden [n, 3D] -> [n, D]."""
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, aux_hidden.chunk(3, dim=-1), strict=True)
+            aux_hidden = torch.cat([norm(part) for norm, part in parts], dim=-1)
         fused: Tensor = self.fc(aux_hidden)
         return fused
 
@@ -254,6 +277,7 @@ class Eagle3Draft(nn.Module):
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer's output [n, D] is to others: (hidden input of the next step, input of `lm_head`).
 
-        EAGLE-3 feeds the un-normed output to the next step and its norm to the head.
+        The head reads the norm, the next step the output itself, or with norm_output the norm, too.
         """
-        return hidden, self.norm(hidden)
+        normed = self.norm(hidden)
+        return (normed if self.config.norm_output else hidden), normed

@@ -41,6 +41,7 @@ def draft_shape(
             aux_layer_ids=aux_layer_ids,
             rope_parameters=_rope_parameters(target_config),
             num_layers=chosen.num_layers,
+            variant=chosen.variant,
         )
     except ValueError as error:
         raise InputError(f"draft: {error}") from None

@@ -3,7 +3,7 @@
 One document, tokens x[0..T-1]; row p at TTT step k:
 
     token input    x[p+1+k]  (alignment.py)
-    hidden input   k = 0: fc(aux_hidden[p])        k > 0: the layer output of step k-1 at the same row p
+    hidden input   k = 0: fc(aux_hidden[p])        k > 0: the output of step k-1 at the same row p
     position       p + k, for query and key
     attends to     step-0 keys of rows 0..p, and its own row's keys of steps 1..k
 
@@ -319,7 +319,8 @@ def _linear_losses(
         mixing=objective.mixing,
         lk_decay=objective.lk_decay,
         temperature=objective.temperature,
-        overwrite_hidden=torch.is_grad_enabled(),  # the norm's output: nobody else reads it
+        # The norm's output: nobody else reads it, unless it is what the next step reads.
+        overwrite_hidden=torch.is_grad_enabled() and not draft.config.norm_output,
         backend=computation.loss_backend,
     )
     return result.loss, result.loss_sums, result.correct, result.alpha

@@ -6,7 +6,7 @@ The two engines read the auxiliary layer ids from different keys with different 
     eagle_aux_hidden_state_layer_ids (top level)    vLLM      the state that enters layer k       2
     eagle_config.eagle_aux_hidden_state_layer_ids   SGLang    the output of layer k               1
 
-Every norm switch is written although all are false: readers default them differently. The folder is written beside
+Every norm switch is written, also when false: readers default them differently. The folder is written beside
 its place and renamed, so that a reader sees all of it or nothing. The target's embedding is left out: engines share
 the target's own, and a copy would be the largest tensor of the file.
 """
@@ -33,9 +33,10 @@ from tasks.trainer.files import sync_file, sync_folder
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-# Switches of other EAGLE-3 variants: a norm before or on the parts of fc's input, the normed output fed to the next
-# step, the residual taken after its norm. This draft has none of them.
+# What drafts of the EAGLE-3 family differ in: a norm of fc's input, or of each layer's part of it; the normed output
+# fed to the next step; the residual taken after its norm. And which of them a variant has.
 NORM_SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+_NORMS_OF = {"eagle3": frozenset[str](), "eagle3.1": frozenset(("fc_norm", "norm_output"))}
 
 
 def export_draft(draft: Eagle3Draft, folder: Path, *, target_name: str, dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ def serving_config(config: DraftConfig, *, target_name: str, dtype: torch.dtype)
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
         },
-        **dict.fromkeys(NORM_SWITCHES, False),
+        **{switch: switch in _NORMS_OF[config.variant] for switch in NORM_SWITCHES},
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
         "eyas": {"target": target_name},
@@ -180,9 +181,6 @@ def draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
     """
     if config.get("architectures") != [ARCHITECTURE]:
         raise InputError(f"{path}: architectures is {config.get('architectures')!r}, not [{ARCHITECTURE!r}]")
-    for switch in NORM_SWITCHES:
-        if config.get(switch, False):
-            raise InputError(f"{path}: {switch}={config[switch]!r}: Eyas has no draft with that norm")
     try:
         layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         entering = config["eagle_aux_hidden_state_layer_ids"]
@@ -204,9 +202,20 @@ def draft_config(config: dict[str, Any], path: Path) -> DraftConfig:
             aux_layer_ids=(layers[0], layers[1], layers[2]),
             rope_parameters=config["rope_parameters"],
             num_layers=config["num_hidden_layers"],
+            variant=_variant(config, path),
         )
     except KeyError as error:
         raise InputError(f"{path}: no key {error.args[0]!r}; export the draft again") from None
+
+
+def _variant(config: dict[str, Any], path: Path) -> str:
+    """The variant that has exactly the norms that config.json names."""
+    norms = {switch for switch in NORM_SWITCHES if config.get(switch, False)}
+    for variant, of_variant in _NORMS_OF.items():
+        if norms == of_variant:
+            return variant
+    shown = ", ".join(f"{switch}={config.get(switch, False)!r}" for switch in NORM_SWITCHES)
+    raise InputError(f"{path}: {shown}: Eyas has no draft.variant with just these norms")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A field of the shape that must be the parent's, and the setting that makes it so.
 _SETTINGS = {
+    "variant": "draft.variant",
     "num_layers": "draft.num_layers",
     "num_heads": "draft.num_heads",
     "num_kv_heads": "draft.num_kv_heads",

@@ -28,6 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one layer": {},
     "three layers": {"num_layers": 3},
     "whole vocabulary": {"vocab_size": TARGET_VOCAB},
+    "eagle3.1": {"variant": "eagle3.1"},
+    "eagle3.1, two layers": {"variant": "eagle3.1", "num_layers": 2},
 }
 # float32, some hundred operations on logits of order 10.
 TOLERANCE = 1e-3
@@ -47,6 +49,9 @@ class Engine:
         return wide * self.tensors[f"{name}.weight"]
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
+        if self.config["fc_norm"]:
+            parts = [self.norm(part, f"fc_norm.{number}") for number, part in enumerate(aux_hidden.chunk(3, -1))]
+            aux_hidden = torch.cat(parts, -1)
         return linear(aux_hidden, self.tensors["fc.weight"])
 
     def forward(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +69,8 @@ class Engine:
             gate, up = (linear(normed, self.tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
             hidden = linear(silu(gate) * up, self.tensors[f"{layer}.mlp.down_proj.weight"])
         output = hidden + residual
-        return linear(self.norm(output, "norm"), self.tensors["lm_head.weight"]), output
+        normed = self.norm(output, "norm")
+        return linear(normed, self.tensors["lm_head.weight"]), normed if self.config["norm_output"] else output
 
     def attention(self, inputs: Tensor, layer: str) -> Tensor:
         query, key, value = (

@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one layer": {},
     "three layers": {"num_layers": 3},
     "whole vocabulary": {"vocab_size": VOCAB},
+    "eagle3.1": {"variant": "eagle3.1"},
 }
 
 
@@ -155,6 +156,16 @@ def test_config_says_everything_aloud(tmp_path: Path) -> None:
     assert config["rope_parameters"] == YARN
 
 
+def test_norms_of_a_variant_are_written_aloud(tmp_path: Path) -> None:
+    """Red when serving and training disagree on a norm: readers default these keys differently."""
+    config = export(make_draft(variant="eagle3.1"), tmp_path / "out", torch.bfloat16)
+    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    assert (config["norm_before_fc"], config["norm_before_residual"]) == (False, False)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name in tensors if name.startswith("fc_norm")} == {f"fc_norm.{part}.weight" for part in range(3)}
+    assert all(tensors[f"fc_norm.{part}.weight"].shape == (32,) for part in range(3))
+
+
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e5}, YARN], ids=["default", "yarn"])
 def test_transformers_reads_the_same_shape(rope: dict[str, Any], tmp_path: Path) -> None:
     """Red when the two spellings of the rope contradict each other, or a key has a name that LlamaConfig ignores."""
@@ -280,7 +291,11 @@ FAULTS: dict[str, tuple[Any, str]] = {
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 6]),
         "plus one each",
     ),
-    "another variant": (lambda c, t: c.update(norm_output=True), "norm_output=True"),
+    "another variant": (lambda c, t: c.update(norm_output=True), "fc_norm=False, norm_output=True"),
+    "a variant's norms are missing": (
+        lambda c, t: c.update(fc_norm=True, norm_output=True),
+        "no tensor 'fc_norm.0.weight'",
+    ),
     "another architecture": (lambda c, t: c.update(architectures=["LlamaForCausalLM"]), "architectures is"),
     "a layer is missing": (lambda c, t: c.update(num_hidden_layers=2), "no tensor 'layers.1.hidden_norm.weight'"),
     "another target": (lambda c, t: c.update(vocab_size=VOCAB + 1), "an embedding of"),

@@ -55,7 +55,7 @@ def write_specforge(draft: Eagle3Draft, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     kept = ("architectures", "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "num_hidden_layers", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta",
-            "rope_scaling", "norm_output")  # fmt: skip
+            "rope_scaling", "fc_norm", "norm_output")  # fmt: skip
     (folder / "config.json").write_text(json.dumps({key: config[key] for key in kept}))
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: draft.state_dict()[name] for name in ("d2t", "t2d")}
@@ -74,7 +74,9 @@ WRITERS: dict[str, Callable[[Eagle3Draft, Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_layers": 2}, {"vocab_size": TARGET_VOCAB}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_layers": 2}, {"vocab_size": TARGET_VOCAB}, {"variant": "eagle3.1"}], ids=str
+)
 @pytest.mark.parametrize("layout", WRITERS)
 def test_layers_are_copied_and_the_head_goes_by_target_id(layout: str, shape: dict[str, Any], tmp_path: Path) -> None:
     """Red when a weight is not the parent's, a head row lands at another token, or a new token's row is not the
@@ -99,7 +101,7 @@ def test_what_a_folder_leaves_out_is_logged(tmp_path: Path, caplog: pytest.LogCa
     init = write_specforge(random_draft(torch.float32, rope_parameters={"rope_theta": 5e5}), tmp_path / "parent")
     with caplog.at_level(logging.INFO):
         start_from_parent(fresh(), str(init))
-    for part in ("norm_before_fc, fc_norm, norm_before_residual", "auxiliary layers", "rope_parameters", "head rows"):
+    for part in ("norm_before_fc, norm_before_residual", "auxiliary layers", "rope_parameters", "head rows"):
         assert part in caplog.text
 
 
@@ -120,6 +122,7 @@ def _cut(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no hidden size": (_edit_config(hidden_size="gone"), "no hidden_size"),
     "normed output": (_edit_config(norm_output=True), "norm_output=True"),
+    "normed layers": (_edit_config(fc_norm=True), "fc_norm=True"),
     "another architecture": (_edit_config(architectures=["LlamaForCausalLM"]), "architectures is"),
     "layer ids at odds": (_edit_config(eagle_aux_hidden_state_layer_ids=[5, 6, 7]), "plus one each"),
     "another width": (_edit_config(intermediate_size=41), "config.json asks for"),
@@ -146,6 +149,8 @@ def test_other_sizes_name_the_settings(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"num_layers 2 instead of 1.*{settings}"):
         start_from_parent(fresh(), init)
     start_from_parent(fresh(num_layers=2, intermediate_size=48, aux_layer_ids=(0, 2, 3)), init)
+    with pytest.raises(InputError, match=r"variant eagle3 instead of eagle3\.1: set draft\.variant=eagle3"):
+        start_from_parent(fresh(variant="eagle3.1", num_layers=2, intermediate_size=48, aux_layer_ids=(0, 2, 3)), init)
     with pytest.raises(InputError, match="target with target_vocab_size 80, this run's has 90"):
         start_from_parent(
             Eagle3Draft(
