@@ -1,8 +1,9 @@
 """What `eyas bench step --packed` measures: one optimizer step over packs, and over padded batches of their documents.
 
 Document lengths are log-normal like those of chat data, median 1,024 tokens, up to 16,384 (seeded); every token of a
-document is supervised, so that packing alone makes the difference. The packs are the first of an epoch that the
-trainer makes of them. Draft, states and step are those of `eyas bench step`.
+document is supervised, so that packing alone makes the difference. The trainer packs an epoch of them; timed are packs
+at equal distances in the order of what padding would make of them, so that few stand for all. Draft, states and step
+are those of `eyas bench step`.
 
     packed          the packs, as they are trained
     padded          a batch a pack: its documents, padded to its longest, and every row computed, the loss and head of
@@ -50,9 +51,9 @@ def cases(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
     """The only case. tiny: for a test on the CPU."""
     pack_tokens, median, num_documents = (128, 32, 200) if tiny else (PACK_TOKENS, 1024, _NUM_DOCUMENTS)
     lengths = chat_lengths(num_documents, longest=pack_tokens, median=median)
-    chance = np.random.default_rng(0)
-    packs = pack_documents(lengths, chance.permutation(num_documents), pack_tokens=pack_tokens)
-    timed = [lengths[packs[number]].tolist() for number in chance.permutation(len(packs))[: 2 if tiny else _NUM_PACKS]]
+    order = np.random.default_rng(0).permutation(num_documents)
+    packs = pack_documents(lengths, order, pack_tokens=pack_tokens)
+    timed = typical([lengths[pack].tolist() for pack in packs], 2 if tiny else _NUM_PACKS)
     settings: dict[str, Any] = {
         **(TINY if tiny else DRAFT),
         "ttt_steps": 2 if tiny else TTT_STEPS,
@@ -76,6 +77,14 @@ def cases(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
             rounds=_ROUNDS,
             trim=True,
         )
+    ]
+
+
+def typical(packs: Sequence[list[int]], num: int) -> list[list[int]]:
+    """num of the packs, in their order: those in the middle of as many equal parts, by size when padded."""
+    by_size = sorted(range(len(packs)), key=lambda number: max(packs[number]) * len(packs[number]))
+    return [
+        packs[number] for number in sorted(by_size[(2 * part + 1) * len(packs) // (2 * num)] for part in range(num))
     ]
 
 

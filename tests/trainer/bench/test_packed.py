@@ -15,6 +15,7 @@ from tasks.trainer.bench import packed
 from tasks.trainer.bench.cli import main, step
 from tasks.trainer.bench.packed_case import PackedCase, make_batches
 from tasks.trainer.draft.alignment import count_rows
+from tasks.trainer.train.batches import Packs
 
 
 def tiny() -> dict[str, Any]:
@@ -43,6 +44,15 @@ def test_the_case_is_of_packs_as_trained() -> None:
     padded = sum(max(pack) * len(pack) for pack in packs)
     assert float(told["padding"]) == pytest.approx(1 - case.tokens / padded, abs=1e-3)
     assert float(told["padding in budget"]) < float(told["padding"])
+
+
+def test_the_timed_packs_stand_for_all() -> None:
+    """Red when the timed packs are easier or harder to pad than the epoch's: 0.668 of its padded batches is padding."""
+    lengths = packed.chat_lengths(4096)
+    packs = [lengths[pack].tolist() for pack in Packs(lengths, pack_tokens=packed.PACK_TOKENS, seed=1).epoch(0)]
+    timed = packed.typical(packs, 8)
+    assert [packs.index(pack) for pack in timed] == sorted(packs.index(pack) for pack in timed)
+    assert packed.padding_share(timed) == pytest.approx(packed.padding_share(packs), abs=0.02)
 
 
 def test_budget_batches_keep_documents_and_budget() -> None:
