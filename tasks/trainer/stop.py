@@ -110,9 +110,15 @@ class Stop:
     def _exit_at(self, deadline: float) -> None:
         time.sleep(max(0.0, deadline - time.monotonic()))
         if self._deadline == deadline:
-            logger.warning("%s", self._error or "stopped by SIGTERM before the work could be saved in time")
-            sys.stdout.flush()
+            # In a thread of its own: whoever should read our output may not do so, and this must end all the same.
+            word = threading.Thread(target=self._say, daemon=True)
+            word.start()
+            word.join(0.5)
             os._exit(EXIT_INTERRUPTED)
+
+    def _say(self) -> None:
+        logger.warning("%s", self._error or "stopped by SIGTERM before the work could be saved in time")
+        sys.stdout.flush()
 
 
 stop = Stop()

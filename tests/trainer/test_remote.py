@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,14 @@ import pytest
 import torch
 
 from storage.location import Location, locate
+from tasks.trainer import stop as stop_module
 from tasks.trainer.errors import InputError
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
 from tasks.trainer.remote import Mirror
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import finished, run_stage, stages_of
-from tasks.trainer.train import checkpoint
+from tasks.trainer.train import checkpoint, loop
 from tasks.trainer.train.curves import read_metrics
 from tests.storage.conftest import fault_proxy, s3, s3_server  # noqa: F401 - fixtures
 
@@ -128,6 +135,60 @@ def test_a_place_that_is_away_for_a_while_costs_no_step(
     assert "was not uploaded" in caplog.text
     newest = max(run.checkpoints.glob("step-*")).name
     assert f"checkpoints/{newest}/state.json" in locate(url).sizes()
+
+
+def test_sigterm_leaves_the_steps_at_the_url(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a stopped machine keeps the steps to itself, or says nothing when it has to."""
+    url = f"memory://stopped/{tmp_path.name}"
+    train = {"steps": 8, "checkpoint_every": 3}
+    original, calls = loop.unroll, itertools.count(1)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        if next(calls) in (6, 8):  # of step 6; and, the first five being saved, of step 8
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(loop, "unroll", signalled)
+    with pytest.raises(InterruptedError, match="the checkpoint holds step 5;"):
+        run_here(recipe_values(train=train), url, tmp_path / "one")
+    assert "checkpoints/step-000005/state.json" in locate(url).sizes()
+    assert "lease.json" not in locate(url).sizes()
+
+    def hanging(self: Mirror, folder: Path) -> None:
+        time.sleep(3.0)
+
+    monkeypatch.setattr(stop_module, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(Mirror, "push_checkpoint", hanging)
+    with pytest.raises(InterruptedError, match=r"holds step 6 \(in .* on this machine only: its upload is not whole\)"):
+        run_here(recipe_values(train=train), url, tmp_path / "two")
+
+
+def test_a_killed_stage_process_is_followed_at_once(
+    recipe_values: Values, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Red when a retry on the same machine waits for the lease of a dead process, or the process of a stage does not
+    upload what it finishes."""
+    url = request.getfixturevalue("s3").new_url()
+    values = recipe_values(train={"steps": 400, "checkpoint_every": 2})
+    run = run_here(values, url, tmp_path / "one", until="prepare")
+    command = [sys.executable, "-m", "tasks.trainer.stages", "train", str(run.root)]
+    place = locate(url)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not any(name.endswith("state.json") for name in place.sizes()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    assert "lease.json" in place.sizes()
+    # Another scratch folder, so no lock of the system tells that the holder is dead.
+    other = RunDir.create(load_config({**values, "run_dir": url, "scratch_dir": str(tmp_path / "two")}))
+    with other.lock(patience=0.0) as held:
+        found = checkpoint.load_latest(held.checkpoints)
+    assert found is not None
+    assert found.step >= 2
 
 
 def test_a_file_that_was_being_replaced_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

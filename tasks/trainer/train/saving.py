@@ -100,8 +100,7 @@ class Saver:
             if busy or needed > left:
                 what = "uploading the one before" if busy else f"saving takes about {needed:.0f} s"
                 return Interrupted(self._saved, step - self._saved, f"{what}, and {left:.0f} s are left")
-            logger.info("SIGTERM: saving step %d", step)
-            self.save()
+            self.save()  # and no word before: a signal may have come in the middle of one
         if self._upload is not None:
             done, _ = wait_for([self._upload], timeout=max(0.0, deadline - time.monotonic()))
             if not done or self._upload.exception():
