@@ -19,7 +19,7 @@ from tasks.trainer.target import TargetStates
 from tasks.trainer.train.batches import assemble
 from tasks.trainer.train.metrics import Sums
 from tests.trainer.draft.conftest import masked
-from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB
+from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, VARIANTS, random_draft
 
 K = 5
 # float64: the same sums in another order. The losses and alpha are summed in float32.
@@ -125,6 +125,7 @@ def row_weights(documents: Sequence[Document]) -> list[float]:
     return [0.8**k / K / int(n) if n else 0.0 for k, n in enumerate(rows)]
 
 
+OTHERS = [variant for variant in VARIANTS if variant != "one layer"]
 COMPUTATIONS = {
     "fused, linear": Computation(attention="fused", loss="linear"),
     "eager, from logits": Computation(attention="eager", loss="torch"),
@@ -132,10 +133,13 @@ COMPUTATIONS = {
 
 
 @pytest.mark.parametrize("computation", COMPUTATIONS)
-@pytest.mark.parametrize("name", PACKS)
-def test_a_pack_is_its_documents(name: str, computation: str, draft: Eagle3Draft) -> None:
+@pytest.mark.parametrize(
+    ("name", "variant"), [*((name, "one layer") for name in PACKS), *(("every kind", other) for other in OTHERS)]
+)
+def test_a_pack_is_its_documents(name: str, variant: str, computation: str) -> None:
     """Red when a document attends to its neighbour, a TTT shift reads or predicts past its end, a row of it counts for
     another, or a metric is averaged over documents."""
+    draft = random_draft(**VARIANTS[variant])
     documents = [document(MASKS[kind], seed) for seed, kind in enumerate(PACKS[name], start=7)]
     weights, how = row_weights(documents), COMPUTATIONS[computation]
     packed, gradients, of_states = run(draft, documents, weights, how)
