@@ -83,7 +83,7 @@ def _acceptance(facts: dict[str, Any]) -> str:
     rows = [
         row("accepted, this draft", acceptance["acceptance"]),
         row("accepted, n-gram lookup", acceptance["acceptance_ngram"]),
-        row("accepted, untrained draft", acceptance["acceptance_untrained"]),
+        row("accepted before training", acceptance["acceptance_untrained"]),
         row("acc, teacher-forced", facts["acc"]),
         row("alpha, teacher-forced", facts["alpha"]),
     ]
@@ -94,7 +94,7 @@ def _acceptance(facts: dict[str, Any]) -> str:
         f"{acceptance['num_tokens_counted']} counted: the {acceptance['loop_share']:.0%} after an answer's first "
         "repeated 8-gram are left out, for loops are free. Accepted counts proposals whose predecessors were accepted; "
         "n-gram lookup proposes only where the last tokens occurred before. Paired 95% intervals of tau: over n-gram "
-        f"lookup {ngram[0]:+.3f} to {ngram[1]:+.3f}, over the untrained draft {untrained[0]:+.3f} to "
+        f"lookup {ngram[0]:+.3f} to {ngram[1]:+.3f}, over the draft before training {untrained[0]:+.3f} to "
         f"{untrained[1]:+.3f}. Target computed in {facts['evaluation']['dtype']}; "
         f"{acceptance['speculative_seconds']:.0f} s with the draft, {acceptance['plain_seconds']:.0f} s without (one "
         "prompt at a time, Python loop: no serving speed).",
@@ -114,6 +114,9 @@ def _training(facts: dict[str, Any], config: RunConfig) -> str:
         ["attention, loss", f"{trained['attention']}, {trained['loss']}"],
         ["device, dtype", f"{trained['device']}, {trained['dtype']} with float32 masters"],
     ]
+    if (kept := trained.get("head_rows_of_parent")) is not None:
+        size = facts["prepare"]["vocabulary_size"]
+        rows.insert(1, ["started from", f"`{config.draft.init}`; {kept:,} of {size:,} head rows are its"])
     return _table(["", ""], rows)
 
 

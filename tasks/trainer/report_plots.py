@@ -81,7 +81,7 @@ def _depth(facts: dict[str, Any], path: Path) -> None:
         "draft, accepted": (acceptance["acceptance"], ACCENT, "o-"),
         "draft, teacher-forced acc": (facts["acc"], INK, "s--"),
         "n-gram lookup, accepted": (acceptance["acceptance_ngram"], PALE, "^-"),
-        "untrained draft, accepted": (acceptance["acceptance_untrained"], "#c9d1da", "v-"),
+        "before training, accepted": (acceptance["acceptance_untrained"], "#c9d1da", "v-"),
     }
     for label, (values, color, marker) in series.items():
         axes.plot(range(len(values)), values, marker, color=color, label=label, markersize=5)
@@ -95,7 +95,7 @@ def _depth(facts: dict[str, Any], path: Path) -> None:
 
 def _tau(facts: dict[str, Any], path: Path) -> None:
     low, high = facts["tau_interval"]
-    names = ["this draft", "n-gram lookup", "untrained draft"]
+    names = ["this draft", "n-gram lookup", "before training"]
     values = [facts["tau"], facts["tau_ngram"], facts["tau_untrained"]]
     figure, axes = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
     axes.barh(names, values, color=[ACCENT, PALE, "#c9d1da"], height=0.6)

@@ -238,7 +238,7 @@ def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Pat
     target = load(folder, compute_dtype="float32", aux_layer_ids=(1, 3, 6))
     shape = draft_shape(target.config, Draft(), vocab_size=300, target_vocab_size=300, aux_layer_ids=(1, 3, 6))
     maps = {"d2t": torch.zeros(300, dtype=torch.int64), "t2d": torch.ones(300, dtype=torch.bool)}
-    draft = fresh_draft(shape, Draft(start="target_layer"), ends, **maps, seed=0)
+    draft, _ = fresh_draft(shape, Draft(start="target_layer"), ends, **maps, seed=0)
     for projection in ("q_proj", "k_proj", "v_proj"):
         getattr(draft.midlayer.self_attn, projection).weight.data[:, :32] = 0
     logits, aux_hidden = target.forward(IDS[None], DynamicCache(config=target.config))
@@ -246,7 +246,8 @@ def test_a_draft_starts_as_the_targets_last_layer(shard_size: str, tmp_path: Pat
         hidden = draft.fuse(aux_hidden)
         query, key, value = draft.qkv(draft.embed(IDS), hidden, torch.arange(40))
         attended = ttt_attention(query, key, value, document_lengths=[40], backend="eager")
-        torch.testing.assert_close(draft.lm_head(draft.outputs(draft.finish(attended, hidden))[1]), logits, atol=1e-4, rtol=1e-4)
+        _, read_by_head = draft.outputs(draft.finish(attended, hidden))
+        torch.testing.assert_close(draft.lm_head(read_by_head), logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_start_that_does_not_fit(tmp_path: Path) -> None:

@@ -40,9 +40,10 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
     target = Target.of(config.target, device=device, compute_dtype=settings.dtype)
     draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
     ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
-    untrained = fresh_draft(
+    untrained, _ = fresh_draft(
         found.shape, config.draft, ends, d2t=found.draft["d2t"], t2d=found.draft["t2d"], seed=config.train.seed
-    ).to(target.device, target.dtype)
+    )
+    untrained.to(target.device, target.dtype)
     data = PreparedData.open(run.heldout_data)
     computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=found.shape.head_dim)
     heldout = heldout_metrics(

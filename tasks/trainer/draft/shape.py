@@ -69,9 +69,12 @@ def _rope_parameters(target_config: Any) -> dict[str, Any]:
 
 def fresh_draft(
     shape: DraftConfig, chosen: Draft, ends: TargetEnds, *, d2t: Tensor, t2d: Tensor, seed: int
-) -> Eagle3Draft:
-    """A draft before training as `draft.start` and `draft.init` say, float32 on the CPU. Raises InputError when it
-    cannot start so."""
+) -> tuple[Eagle3Draft, int | None]:
+    """A draft before training as `draft.start` and `draft.init` say, float32 on the CPU.
+
+    Returns it and how many rows of its head are those of draft.init, None without one. Raises InputError when it cannot
+    start so.
+    """
     try:
         draft = Eagle3Draft.initialise(
             shape,
@@ -86,9 +89,7 @@ def fresh_draft(
         raise InputError(
             f"draft.start=target_layer: {error}; leave the draft's sizes empty, or use draft.start=random"
         ) from None
-    if chosen.init is not None:
-        start_from_parent(draft, chosen.init)
-    return draft
+    return draft, None if chosen.init is None else start_from_parent(draft, chosen.init)
 
 
 def trained_draft(

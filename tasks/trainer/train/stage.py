@@ -49,7 +49,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
         target_vocab_size=ends.head.shape[0],
         aux_layer_ids=tuple(prepared["aux_layer_ids"]),
     )
-    draft = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
+    draft, head_rows_of_parent = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
     data = PreparedData.open(run.train_data)
     heldout = []
     if config.train.evaluates:
@@ -67,6 +67,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
             progress=progress,
             heldout=heldout,
         )
+    receipt["head_rows_of_parent"] = head_rows_of_parent
     if isinstance(source, FillingSource):
         states = config.hidden_states
         assert states.store_url is not None

@@ -187,6 +187,10 @@ def test_a_run_goes_on_from_another_runs_checkpoint(recipe_values: Callable[...,
     parent = run("parent", ("prepare", "train", "export"))
     losses = [line["loss"] for line in read_metrics(parent.metrics)]
     for name, init in (("a", parent.checkpoints / "step-000040"), ("b", parent.draft)):
-        child = run(name, ("prepare", "train"), init=str(init), vocab_size=160)
+        child = run(name, ("prepare", "train", "evaluate", "export", "report"), init=str(init), vocab_size=160)
+        receipt = child.receipt("train")
+        assert receipt is not None
+        assert receipt["head_rows_of_parent"] == 150, "the frequent tokens of the same data are among the child's"
         first = read_metrics(child.metrics)[0]["loss"]
+        assert f"`{init}`; 150 of 160 head rows" in child.report_markdown.read_text()
         assert first < (losses[0] + 2 * losses[-1]) / 3, "the child starts where the parent stopped"
