@@ -16,10 +16,8 @@ from tasks.trainer.stages import run_stage
 
 @pytest.mark.parametrize("long_documents", ["alone", "cut"])
 def test_packs_and_long_documents_are_told(long_documents: str, recipe_values: Callable[..., dict[str, Any]]) -> None:
-    """Red when the report keeps quiet about documents that train alone, or about the supervised tokens that were cut."""
-    values = recipe_values(
-        data={"long_documents": long_documents, "max_tokens": 256}, train={"pack_tokens": 48}
-    )  # fmt: skip
+    """Red when the report keeps quiet about documents that train alone, or supervised tokens that were cut."""
+    values = recipe_values(data={"long_documents": long_documents, "max_tokens": 256}, train={"pack_tokens": 48})
     receipt = run_stage("prepare", RunDir.create(load_config(values)), silent)
     packs, text = receipt["packs"], _data({"prepare": receipt})
     assert f"An epoch is {packs['packs']} packs of up to 48 tokens, {packs['unfilled']:.1%} of their room empty" in text
