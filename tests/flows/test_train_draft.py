@@ -15,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from flows.train_draft import train_draft
+from storage.location import locate
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import load_config
 
@@ -82,6 +83,21 @@ def test_memory_store_runs_in_one_process(recipe_values: Values) -> None:
     """Red when the capture's process takes a memory:// store with it."""
     folder = run_flow(recipe_values(hidden_states={"mode": "offline", "store_url": "memory://flow-test"}))
     assert json.loads((folder / "report.json").read_text())["capture"]["store_samples"] > 0
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_at_a_url_leaves_its_report_there(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the flow takes a URL for a folder, or what it leaves stays in scratch."""
+    monkeypatch.setenv("EYAS_SCRATCH", str(tmp_path / "scratch"))
+    url = "memory://flow-run"
+    run_flow({**recipe_values(), "run_dir": url})
+    there = locate(url).sizes()
+    for name in ("report.md", "report.json", "draft/config.json", "receipts/report.json"):
+        assert name in there, name
+    assert "data:image/png;base64," in artifacts()[-1].data
+    assert not (tmp_path / "memory:").exists()
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -226,3 +226,21 @@ def test_sigterm_without_time_to_save_says_what_is_lost(recipe_values: Values, m
     ):
         run_stage("train", run, silent)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000003"]
+
+
+@pytest.mark.gpu
+def test_a_cut_run_on_a_gpu_is_the_whole_run(recipe_values: Values) -> None:
+    """Red when a CUDA run with train.deterministic resumes with other bits: generators, fused moments or masters."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, none is available")
+    train = {**TRAIN, "device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    runs = [create(recipe_values(name, train=train)) for name in ("whole", "cut")]
+    for run in runs:
+        run_stage("prepare", run, silent)
+        run_stage("train", run, silent)
+    shutil.rmtree(runs[1].checkpoints / "step-000012")
+    run_stage("train", runs[1], silent)
+    receipt = runs[1].receipt("train")
+    assert receipt is not None
+    assert receipt["continued_from"] < 12
+    assert_same(runs[1], runs[0])
