@@ -36,12 +36,13 @@ NUM_AUX_LAYERS = 3
 Axis = Literal["tokens", "targets", "exceptions"]
 AXES: tuple[Axis, ...] = ("tokens", "targets", "exceptions")
 
-# Rows of the two narrow arrays in a chunk and in a shard: so many that a sample of 64K tokens is one object. Chunks
-# past a sample's end are not written, and what pads its last chunk compresses to nothing.
-TOKENS_CHUNK_ROWS = 16_384
-TOKENS_SHARD_ROWS = 65_536
-EXCEPTIONS_CHUNK_ROWS = 16_384
-EXCEPTIONS_SHARD_ROWS = 131_072
+# Rows of the two narrow arrays. A sample of 16K tokens is to be one object of each, and a short one is not to pay for
+# many places in their shards' indexes. What pads a chunk compresses to nothing.
+TOKENS_ROWS = 16_384
+_FEWEST_EXCEPTIONS = 1024
+_EXCEPTION_CHUNKS = 4
+# On real states 1 in 250 to 1 in 1,000 values is an exception.
+_VALUES_AN_EXCEPTION = 256
 _TOP_K_COLUMNS = 64
 _FEWEST_TOP_K_COLUMNS = 16
 # Columns of `tokens`; the last is there with top-k targets only.
@@ -215,8 +216,8 @@ def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
             axis="tokens",
             row_shape=(4 if encoding.last == "hidden" else 5,),
             chunk_row_shape=(1,),
-            chunk_rows=TOKENS_CHUNK_ROWS,
-            shard_rows=TOKENS_SHARD_ROWS,
+            chunk_rows=TOKENS_ROWS,
+            shard_rows=TOKENS_ROWS,
             fill_value=-1,
             meaning="columns: token id; 1 where supervised, else 0; and, 0 but on target rows: argmax of the "
             "target's logits over its full vocabulary; float32 bits of their logsumexp; with topk, the level of the "
@@ -232,8 +233,8 @@ def array_schemas(spec: StoreSpec) -> tuple[ArraySchema, ...]:
                 axis="exceptions",
                 row_shape=(2,),
                 chunk_row_shape=(1,),
-                chunk_rows=EXCEPTIONS_CHUNK_ROWS,
-                shard_rows=EXCEPTIONS_SHARD_ROWS,
+                chunk_rows=_exception_rows(spec),
+                shard_rows=_EXCEPTION_CHUNKS * _exception_rows(spec),
                 fill_value=0xFFFF_FFFF,
                 meaning="values kept exactly, ascending: distance from the one before (of the first: from element "
                 "0), elements being numbered over aux [T, 3, D], then last [R, D]; its bfloat16 bits, or 65536 + its "
@@ -291,6 +292,12 @@ def _top_k(spec: StoreSpec) -> ArraySchema:
         "the distance from the id before (of the first: from 0)",
         codec=ChunkCodec("raw", 0) if spec.encoding.codec == "raw" else ChunkCodec("zstd", 1),
     )
+
+
+def _exception_rows(spec: StoreSpec) -> int:
+    """Rows of a chunk of exceptions: what a shard of states has at 1 in 256 values, as a power of two."""
+    values = spec.shard_tokens * spec.hidden_size * (NUM_AUX_LAYERS + 1)
+    return max(_FEWEST_EXCEPTIONS, 1 << max(0, values // _VALUES_AN_EXCEPTION - 1).bit_length())
 
 
 def top_k_id_bytes(vocab_size: int) -> int:
