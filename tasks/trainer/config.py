@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tasks.trainer.config_states import HiddenStates, Offline, Online, stored_encoding
+from tasks.trainer.config_train import DType, Train
 from tasks.trainer.parent import parent_digest
 
 __all__ = [
@@ -27,8 +28,6 @@ __all__ = [
     "Train",
     "identity_fields",
 ]
-
-DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 class _Group(BaseModel):
@@ -168,149 +167,6 @@ class Draft(_Group):
                 "adds to, so the draft would not start as that layer; use start=random"
             )
         return self
-
-
-class Train(_Group):
-    """Optimisation, and the choices that trade memory for speed."""
-
-    steps: int = Field(10000, ge=1, title="Optimizer steps")
-    ttt_steps: int = Field(7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K).")
-    step_loss_decay: float = Field(
-        0.8, gt=0.0, le=1.0, title="Step loss decay", description="Weight of TTT step k is decay^k / K."
-    )
-    pack_tokens: int = Field(
-        4096,
-        ge=8,
-        title="Pack (tokens)",
-        description="Whole documents are packed into rows of this length; a longer document is a row alone.",
-    )
-    grad_accumulation: int = Field(1, ge=1, title="Gradient accumulation", description="Packs per optimizer step.")
-    learning_rate: float = Field(1e-4, gt=0.0, title="Learning rate")
-    warmup_steps: int = Field(100, ge=0, title="Warm-up steps")
-    weight_decay: float = Field(0.0, ge=0.0, title="Weight decay")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), title="Adam betas")
-    max_grad_norm: float = Field(1.0, gt=0.0, title="Gradient clipping", description="Limit of the global norm.")
-    attention: Literal["auto", "eager", "flex", "fused"] = Field(
-        "auto",
-        title="Attention",
-        description="TTT attention: eager (reference, quadratic memory), flex (flex_attention; CUDA), fused (fused "
-        "base block merged through the log-sum-exp). auto logs its choice.",
-    )
-    loss: Literal["auto", "linear", "triton", "torch"] = Field(
-        "auto",
-        title="Loss",
-        description="linear (head and loss in one, a chunk of rows at a time: no logits are stored), triton (logits, "
-        "gradient written over them), torch (reference). auto is linear.",
-    )
-    objective: Literal["soft_cross_entropy", "lk_alpha", "lk_lambda", "total_variation"] = Field(
-        "soft_cross_entropy",
-        title="Objective",
-        description="soft_cross_entropy: against the target's distribution. The others aim at the acceptance rate "
-        "alpha: lk_alpha is -log(alpha), total_variation 1 - alpha, lk_lambda mixes cross entropy and total variation "
-        "by lambda = exp(-decay * alpha) (LK losses, arXiv:2602.23881).",
-    )
-    temperature: float = Field(
-        1.0,
-        gt=0.0,
-        le=10.0,
-        title="Loss temperature",
-        description="Divides the logits of target and draft in soft_cross_entropy. Metrics stay at 1.",
-    )
-    lk_decay: float = Field(
-        3.0, ge=0.0, title="LK decay", description="How fast lk_lambda leaves cross entropy as alpha grows."
-    )
-    lk_mixing: Literal["row", "step"] = Field(
-        "row",
-        title="LK mixing",
-        description="lk_lambda's lambda from each row's own alpha, or one a TTT step from the mean alpha of the "
-        "optimizer step before.",
-    )
-    dtype: DType = Field(
-        "auto",
-        title="Data type",
-        description="Type the draft computes in; masters are always float32. auto: as for the target.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
-    checkpointing: Literal["none", "mlp", "step"] = Field(
-        "none",
-        title="Activation checkpointing",
-        description="What is computed again in the backward to save memory: nothing, the MLP, or whole TTT steps.",
-    )
-    mlp_chunk_rows: int | None = Field(
-        None,
-        ge=128,
-        title="MLP chunk (rows)",
-        description="Rows of the MLP at once. Empty: all. With checkpointing, chunks bound what it needs for a moment.",
-    )
-    compile: Literal["auto", "always", "never"] = Field(
-        "auto",
-        title="Compile",
-        description="torch.compile for the layer's pieces, once for all lengths. auto: on CUDA, where it saves memory "
-        "and time; on a CPU the first step would wait a minute for it.",
-    )
-    deterministic: bool = Field(
-        False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
-    )
-    checkpoint_every: int = Field(500, ge=1, title="Checkpoint every (steps)")
-    keep_checkpoints: int = Field(
-        2, ge=1, title="Checkpoints kept", description="The newest so many; the best by held-out tau is kept as well."
-    )
-    evaluate_every: int = Field(
-        1000,
-        ge=0,
-        title="Evaluate every (steps)",
-        description="Teacher-forced loss, accuracy, alpha and simulated tau on held-out samples, and after the "
-        "last step. 0, or more than the run's steps: never.",
-    )
-    evaluate_tokens: int = Field(
-        32768,
-        ge=8,
-        title="Evaluate on (tokens)",
-        description="At most so many held-out tokens, whole samples, the same every time.",
-    )
-    export: Literal["best", "last"] = Field(
-        "best",
-        title="Exported checkpoint",
-        description="best: the evaluated checkpoint of the highest simulated tau, where training evaluates. last: the "
-        "newest.",
-    )
-    max_grad_norm_ratio: float = Field(
-        100.0,
-        ge=0.0,
-        title="Gradient alarm",
-        description="Stop when a gradient's norm is so many times the median of the last 100 steps; its samples "
-        "are written to the run directory. 0: never.",
-    )
-    seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Train:
-        if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} is more than steps={self.steps}; the learning rate would never "
-                f"be reached: use at most {self.steps}"
-            )
-        if 0.0 < self.max_grad_norm_ratio <= 1.0:
-            raise ValueError(
-                f"max_grad_norm_ratio={self.max_grad_norm_ratio} would stop at ordinary steps; use 10 or more, or 0"
-            )
-        if self.attention == "flex" and self.device == "cpu":
-            raise ValueError(
-                "attention=flex cannot train on device=cpu (flex_attention has no backward there); use fused"
-            )
-        if self.temperature != 1.0 and self.objective != "soft_cross_entropy":
-            raise ValueError(
-                f"temperature={self.temperature} goes with objective=soft_cross_entropy only: alpha is what "
-                f"{self.objective} is about, and it is known at temperature 1; use temperature=1"
-            )
-        if self.dtype == "float16":
-            raise ValueError("dtype=float16 needs loss scaling, which Eyas does not do; use bfloat16 or float32")
-        return self
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether training looks at held-out samples."""
-        return 0 < self.evaluate_every <= self.steps
 
 
 class Evaluate(_Group):

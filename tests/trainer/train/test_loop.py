@@ -273,6 +273,21 @@ def test_lambda_by_step_resumes_exactly(mixing: str, recipe_values: Values) -> N
     assert losses(make_run(recipe_values("other", train=other)))[1:] != losses(whole)[1:]
 
 
+def test_muon_and_a_schedule_with_a_decay_resume_exactly(recipe_values: Values) -> None:
+    """Red when a checkpoint lacks Muon's momentum, or a resumed run takes the schedule up at another step."""
+    train = {"optimizer": "muon", "schedule": "warmup_stable_decay", "decay_steps": 3, "learning_rate": 1e-3,
+             "steps": 8, "checkpoint_every": 3}  # fmt: skip
+    whole = make_run(recipe_values("whole", train=train))
+    cut = make_run(recipe_values("cut", train=train))
+    shutil.rmtree(max(cut.checkpoints.glob("step-*")))
+    run_stage("train", cut, silent)
+    receipt = cut.receipt("train")
+    assert receipt is not None
+    assert receipt["continued_from"] == 6
+    assert_same_run(cut, whole)
+    assert any(name.endswith("momentum_buffer") for name in masters(whole))
+
+
 def test_lambda_follows_the_alpha_of_the_step_before() -> None:
     """Red when lambda does not start at cross entropy, or is not exp(-decay * alpha)."""
     settings = Train(objective="lk_lambda", lk_mixing="step", lk_decay=2.0, ttt_steps=2, steps=200)
