@@ -72,7 +72,8 @@ class RunDir:
                     )
             else:
                 write_json(run.identity_path, identity)
-            write_text(run.config_path, dump_config(config))
+            # Where scratch lies is this machine's affair, not the run's.
+            write_text(run.config_path, dump_config(config.model_copy(update={"scratch_dir": None})))
             if run.mirror is not None:
                 run.mirror.push(["identity.json", "config.yaml"])
         except OSError as error:

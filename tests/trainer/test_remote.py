@@ -107,6 +107,7 @@ def test_open_by_url_and_by_scratch(recipe_values: Values, tmp_path: Path, monke
     assert RunDir.open(str(run.root)).url == url
     opened = RunDir.open(url)
     assert opened.root.parent == tmp_path / "three"
+    assert opened.config().scratch_dir is None, "another machine's folder means nothing here"
     assert opened.receipt("prepare") == run.receipt("prepare")
     assert (opened.train_data / "token_ids.npy").read_bytes() == (run.train_data / "token_ids.npy").read_bytes()
     with pytest.raises(InputError, match="no run directory"):
