@@ -91,29 +91,40 @@ def test_random_kills(num_trials: int, recipe_values: Values) -> None:
 
 
 def kill_at_random(recipe_values: Values, num_trials: int) -> None:
-    expected = create(recipe_values("whole", train=TRAIN))
-    run_stage("prepare", expected, silent)
-    template = expected.root.with_name("prepared")
-    shutil.copytree(expected.root, template)
-    started = time.monotonic()
-    run_stage("train", expected, silent)
-    seconds = time.monotonic() - started
+    def values(name: str, *, filling: bool) -> dict[str, Any]:
+        """Every fourth trial fills a store as it trains, so that kills meet its writer, too."""
+        store = {"mode": "online", "store_url": str(template.with_name(f"{name}-store")), "preset": "lossless"}
+        return recipe_values(name, train=TRAIN, **({"hidden_states": store} if filling else {}))
+
+    prepared = create(recipe_values("prepared", train=TRAIN))
+    run_stage("prepare", prepared, silent)
+    template = prepared.root
+    expected = {}
+    for filling in (False, True):
+        name = f"whole-{filling}"
+        shutil.copytree(template, template.with_name(name))
+        expected[filling] = create(values(name, filling=filling))
+        started = time.monotonic()
+        run_stage("train", expected[filling], silent)
+        seconds = time.monotonic() - started
     first = int(os.environ.get("SOAK_SEED", "0"))
     ends: dict[int, int] = {}
     for trial in range(first, first + num_trials):
+        filling = trial % 4 == 3
         root = template.with_name(f"trial-{trial}")
         shutil.copytree(template, root)
-        run = create(recipe_values(root.name, train=TRAIN))
+        run = create(values(root.name, filling=filling))
         chance = random.Random(trial)
         for _ in range(chance.randint(1, 3)):
             status = killed_run(run, chance, seconds)
             ends[status] = ends.get(status, 0) + 1
-        run_stage("train", run, silent)
         try:
-            assert_same(run, expected)
-        except AssertionError as error:
+            run_stage("train", run, silent)
+            assert_same(run, expected[filling])
+        except Exception as error:
             raise AssertionError(f"trial {trial} (SOAK_SEED={trial} runs it first): {error}") from error
-        shutil.rmtree(root)
+        for folder in template.parent.glob(f"{root.name}*"):
+            shutil.rmtree(folder)
     assert ends.keys() >= {-signal.SIGKILL, EXIT_INTERRUPTED}, f"both signals must have met a run: {ends}"
 
 
