@@ -19,6 +19,13 @@ def draft() -> Eagle3Draft:
     return random_draft()
 
 
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, none is available")
+    return torch.device("cuda")
+
+
 def make_batch(loss_mask: torch.Tensor, lengths: Sequence[int], *, seed: int = 0) -> Batch:
     """Random tokens and states under a given mask."""
     generator = torch.Generator().manual_seed(seed)

@@ -273,5 +273,14 @@ def test_one_graph_a_piece_for_all_lengths(draft: Eagle3Draft) -> None:
         run(draft, make_batch(mask, (len(mask),), seed=number), Computation("fused", "linear", pieces=pieces))
         # Step 0's queries alone, its keys and values alone, and attention inputs whose token rows begin their tensor.
         assert counter.frame_count == 6
+    frames = counter.frame_count
+    for number, answer in enumerate((20, 31, 44)):
+        mask = masked((False, 50), (True, answer))
+        batch = make_batch(mask, (len(mask),), seed=number)
+        of_two = random_draft(num_layers=2)
+        compiled = run(of_two, batch, Computation("fused", "linear", pieces=pieces))
+        assert_same(compiled, run(of_two, batch, Computation("fused", "linear")))
+        # The layer above: keys and values, queries, and attention inputs, all without a token's half.
+        assert counter.frame_count == frames + 3
     assert pieces is compiled_pieces(counter)
     assert Pieces().mlp is not pieces.mlp
