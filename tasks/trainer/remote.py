@@ -151,13 +151,18 @@ class Mirror:
             if state is None or not name.startswith("step-"):
                 continue
             here = home / name / _STATE
-            if here.is_file() and here.read_bytes() == state:
+            if here.is_file() and _digests(here.read_bytes()) == _digests(state):
                 continue
             scratch = home / f".{name}"
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
-            for file in place.child(name).names():
-                place.download(f"{name}/{file}", scratch / file)
+            try:
+                for file in place.child(name).names():
+                    place.download(f"{name}/{file}", scratch / file)
+            except FileNotFoundError:
+                logger.info("%s/%s was removed meanwhile", place.url, name)  # read without the lease, by `open`
+                shutil.rmtree(scratch)
+                continue
             shutil.rmtree(home / name, ignore_errors=True)
             scratch.rename(home / name)
             sync_folder(home)
@@ -185,3 +190,11 @@ class Mirror:
                 index[name] = old if old[:2] == now else [*now, digest(path)]
         write_json(index_path, index)
         return {name: str(entry[2]) for name, entry in index.items()}
+
+
+def _digests(state: bytes) -> object:
+    """What a checkpoint's state.json says of its files, or a damaged one's own bytes."""
+    try:
+        return json.loads(state)["digests"]
+    except (ValueError, KeyError):
+        return state

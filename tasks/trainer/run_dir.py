@@ -91,9 +91,12 @@ class RunDir:
         else:
             run = cls._at(path, None)
             if run.mirror is not None:
-                run.receipts.mkdir(parents=True, exist_ok=True)
-                write_json(run.root / MARKER, run.mirror.place.url)
-                run.mirror.pull()
+                try:
+                    run.receipts.mkdir(parents=True, exist_ok=True)
+                    write_json(run.root / MARKER, run.mirror.place.url)
+                    run.mirror.pull()
+                except OSError as error:
+                    raise InputError(f"{path!r} cannot be read: {error.strerror or error}") from None
         if not run.config_path.is_file():
             raise InputError(f"{path!r} is no run directory: it has no config.yaml")
         return run
