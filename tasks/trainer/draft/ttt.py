@@ -21,10 +21,9 @@ Source: EAGLE-3 (arXiv:2503.01840), "training-time test".
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,9 +68,6 @@ class Computation:
     memory: Memory = field(default_factory=Memory)
 
 
-_Known = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # a layer's keys and values so far
-
-
 def unroll_hidden(
     draft: Eagle3Draft,
     *,
@@ -87,21 +83,115 @@ def unroll_hidden(
     aux_hidden [T, 3D] in the draft's dtype; token_ids int64 [T]; alignment: on the host. runs: the row ranges to
     compute (active_runs), A rows in all; None for all T.
     """
-    device, num_tokens, ttt_steps = token_ids.device, token_ids.shape[0], alignment.shifted.shape[0]
-    layers = [
-        Layer(draft, number, pieces=computation.pieces, memory=computation.memory)
-        for number in range(draft.config.num_layers)
-    ]
-    below, last = layers[:-1], layers[-1]
-    rows = None
-    if runs is not None and sum(end - start for start, end in runs) < num_tokens:
-        rows = torch.cat([torch.arange(start, end) for start, end in runs]) if runs else torch.arange(0)
-    read, indices = step_rows(alignment.shifted, rows, document_lengths, all_at_first=bool(below))
-    shared = SharedRows(layers[0].project_tokens(token_ids[_moved(read, device)]))
-    takes = [index if isinstance(index, slice) else _moved(index, device) for index in indices]
-    positions = _moved(alignment.positions, device)
+    steps = _Steps(draft, token_ids, document_lengths, alignment, computation, runs)
+    hidden, handle = draft.fuse(aux_hidden), steps.handle
+    known = steps.no_keys
+    for number in range(alignment.shifted.shape[0]):
+        if number == 0 and steps.some_rows:
+            output, handle, known = steps.first_of_some(hidden, handle)
+        else:
+            output, handle, known = steps.run(number, hidden, handle, known)
+        hidden, read_by_head = draft.outputs(output)
+        yield read_by_head
 
-    def attend(query: Tensor, known: _Known, query_runs: Sequence[tuple[int, int]] | None) -> Tensor:
+
+_Known = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # a layer's keys and values so far
+_Taken = tuple[Tensor, Tensor, list[_Known]]  # a step's output, the next handle (SharedRows), keys and values of layers
+
+
+class _Steps:
+    """The TTT steps of one batch through the draft's layers; shapes and arguments are unroll_hidden's."""
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        token_ids: Tensor,
+        document_lengths: Sequence[int],
+        alignment: Alignment,
+        computation: Computation,
+        runs: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        self._draft, self._computation, self._document_lengths = draft, computation, document_lengths
+        self._layers = [
+            Layer(draft, number, pieces=computation.pieces, memory=computation.memory)
+            for number in range(draft.config.num_layers)
+        ]
+        device = token_ids.device
+        rows = None
+        if runs is not None and sum(end - start for start, end in runs) < token_ids.shape[0]:
+            rows = torch.cat([torch.arange(start, end) for start, end in runs]) if runs else torch.arange(0)
+        self.some_rows = rows is not None
+        self._runs = None if rows is None else runs
+        self._all_positions = self._positions = _moved(alignment.positions, device)
+        if rows is not None:
+            self._rows = _moved(rows, device)
+            self._positions = self._all_positions[self._rows]
+            self._tokens = token_ids[_moved(alignment.shifted[0], device)]
+        read, indices = step_rows(alignment.shifted, rows, document_lengths, all_at_first=draft.config.num_layers > 1)
+        self._shared = SharedRows(self._layers[0].project_tokens(token_ids[_moved(read, device)]))
+        self._takes = [index if isinstance(index, slice) else _moved(index, device) for index in indices]
+        self.handle = self._shared.handle
+        self.no_keys: list[_Known] = [((), ())] * draft.config.num_layers
+
+    def run(self, number: int, hidden: Tensor, handle: Tensor, known: list[_Known]) -> _Taken:
+        """Step `number` of the computed rows through all layers. hidden [A, D]."""
+        taken: _Taken = self._again(
+            self._through, self._layers, number, hidden, handle, known, self._positions, self._runs
+        )
+        return taken
+
+    def first_of_some(self, hidden: Tensor, handle: Tensor) -> _Taken:
+        """Step 0 where not all rows are computed: all of them have keys. hidden [T, D] -> output [A, D]."""
+        *below, last = self._layers
+        known: list[_Known] = []
+        if below:
+            no_keys = self.no_keys[:-1]
+            hidden, handle, known = self._again(
+                self._through, below, 0, hidden, handle, no_keys, self._all_positions, None
+            )
+        projected = None if below else last.project_tokens(self._tokens, keys_only=True)
+        key, value = last.keys_and_values(hidden, projected, *self._draft.rope.angles(self._all_positions))
+        # index_select: the backward of hidden[rows] would sort the rows before adding them.
+        hidden = hidden.index_select(0, self._rows)
+        output, handle = self._again(self._finish_first, hidden, handle, ((key,), (value,)))
+        return output, handle, [*known, ((key,), (value,))]
+
+    def _again(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        run_again = self._computation.memory.checkpointing == "step"
+        return checkpointed(function, *arguments) if run_again else function(*arguments)
+
+    def _through(
+        self,
+        layers: Sequence[Layer],
+        number: int,
+        hidden: Tensor,
+        handle: Tensor,
+        known: Sequence[_Known],
+        positions: Tensor,
+        query_runs: Sequence[tuple[int, int]] | None,
+    ) -> _Taken:
+        """Step `number` through the first layers. known: of each of them; positions: of the rows of hidden, at step
+        0; query_runs: where these rows lie, None for all."""
+        cos, sin = self._draft.rope.angles(positions + number)
+        projected: Tensor | None
+        handle, projected = self._shared.take(handle, self._takes[number])
+        after = []
+        for layer, (keys, values) in zip(layers, known, strict=True):
+            query, key, value = layer.attention_inputs(hidden, projected, cos, sin)
+            after.append(((*keys, key), (*values, value)))
+            hidden = layer.finish(self._attend(query, after[-1], query_runs), hidden)
+            projected = None
+        return hidden, handle, after
+
+    def _finish_first(self, hidden: Tensor, handle: Tensor, known: _Known) -> tuple[Tensor, Tensor]:
+        """Step 0 of the last layer for the computed rows. known: its keys and values of all rows."""
+        last, projected = self._layers[-1], None
+        if len(self._layers) == 1:
+            handle, projected = self._shared.take(handle, self._takes[0], last.query_columns)
+        query = last.queries(hidden, projected, *self._draft.rope.angles(self._positions))
+        return last.finish(self._attend(query, known, self._runs), hidden), handle
+
+    def _attend(self, query: Tensor, known: _Known, query_runs: Sequence[tuple[int, int]] | None) -> Tensor:
         (base_key, *step_keys), (base_value, *step_values) = known
         return ttt_attention(
             query,
@@ -109,63 +199,10 @@ def unroll_hidden(
             base_value,
             step_keys,
             step_values,
-            document_lengths=document_lengths,
+            document_lengths=self._document_lengths,
             query_runs=query_runs,
-            backend=computation.attention,
+            backend=self._computation.attention,
         )
-
-    def through(
-        these: Sequence[Layer], number: int, hidden: Tensor, handle: Tensor, known: Sequence[_Known], at: Tensor,
-        query_runs: Sequence[tuple[int, int]] | None,
-    ) -> tuple[Tensor, Tensor, list[_Known]]:  # fmt: skip
-        """Step `number` of the lowest layers: (the output of the topmost, handle, keys and values with the new ones).
-
-        known: of each layer; at: positions of the rows of hidden at step 0.
-        """
-        cos, sin = draft.rope.angles(at + number)
-        projected: Tensor | None
-        handle, projected = shared.take(handle, takes[number])
-        after = []
-        for layer, (keys, values) in zip(these, known, strict=True):
-            query, key, value = layer.attention_inputs(hidden, projected, cos, sin)
-            after.append(((*keys, key), (*values, value)))
-            hidden = layer.finish(attend(query, after[-1], query_runs), hidden)
-            projected = None
-        return hidden, handle, after
-
-    def finish_first(hidden: Tensor, handle: Tensor, known: _Known, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Step 0 of the last layer for active rows alone; known: its keys and values, of all rows."""
-        projected = None
-        if not below:
-            handle, projected = shared.take(handle, takes[0], last.query_columns)
-        query = last.queries(hidden, projected, *draft.rope.angles(at))
-        return last.finish(attend(query, known, runs), hidden), handle
-
-    again = computation.memory.checkpointing == "step"
-    run = functools.partial(checkpointed, through) if again else through
-    known: list[_Known] = [((), ())] * len(layers)
-    hidden, handle = draft.fuse(aux_hidden), shared.handle
-    first = 0
-    if rows is not None:
-        # Step 0 has keys of all rows; all that follows is of active rows.
-        if below:
-            hidden, handle, known = run(below, 0, hidden, handle, known[:-1], positions, None)
-        tokens = token_ids[_moved(alignment.shifted[0], device)]
-        projected = None if below else last.project_tokens(tokens, keys_only=True)
-        key, value = last.keys_and_values(hidden, projected, *draft.rope.angles(positions))
-        known = [*(known if below else []), ((key,), (value,))]
-        active = _moved(rows, device)
-        # index_select: the backward of hidden[active] would sort the rows before adding them.
-        hidden, positions = hidden.index_select(0, active), positions[active]
-        finish = functools.partial(checkpointed, finish_first) if again else finish_first
-        output, handle = finish(hidden, handle, known[-1], positions)
-        hidden, read_by_head = draft.outputs(output)
-        yield read_by_head
-        first = 1
-    for number in range(first, ttt_steps):
-        output, handle, known = run(layers, number, hidden, handle, known, positions, None if rows is None else runs)
-        hidden, read_by_head = draft.outputs(output)
-        yield read_by_head
 
 
 def _moved(index: Tensor, device: torch.device) -> Tensor:
