@@ -21,10 +21,12 @@ if "PREFECT_HOME" in os.environ:
 import tasks.trainer.cli
 from storage.cli import app as store_app
 from storage.errors import StoreError
+from tasks.trainer.config_states import nearest
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import read_config
 from tasks.trainer.run_dir import RunDir
 
+RECIPES = Path(__file__).parent / "recipes"
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 75
 
@@ -65,6 +67,19 @@ def demo(
 
     _log_mistakes_as_one_line()
     run_demo(run_dir, set_ or [])
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this one: the start of your own.")] = None) -> None:
+    """List the recipes that come with Eyas, or print one."""
+    files = {path.stem: path.read_text(encoding="utf-8") for path in sorted(RECIPES.glob("*.yaml"))}
+    if name is None:
+        for stem, text in files.items():
+            typer.echo(f"{stem:24}{text.splitlines()[0].removeprefix('# ')}")
+    elif name in files:
+        typer.echo(files[name], nl=False)
+    else:
+        raise InputError(f"there is no recipe {name!r}{nearest(name, files)}")
 
 
 class _OneLine(logging.Filter):
