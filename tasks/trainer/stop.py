@@ -66,8 +66,8 @@ class Stop:
         except _Unwind as unwind:
             raise unwind.error from None
         finally:
-            self._act = outer_act
             signal.signal(signal.SIGTERM, before)
+            self._act = outer_act
             if outer_act is None:
                 # The caller lives on (a test, a flow in this process): the timer must not end it.
                 self._deadline = self._error = None

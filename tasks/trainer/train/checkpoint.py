@@ -7,6 +7,7 @@ and the best by the held-out tau that metrics.jsonl tells. The price: 12 bytes a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -90,7 +91,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: int | None = 
         "digests": digests,
         "written": asdict(written),
     }
-    write_json(scratch / "state.json", state)
+    write_json(scratch / "state.json", {**state, "checksum": state_checksum(state)})
     if home.exists():
         # The same step again, after a resume from an older checkpoint: the new one is as good and is whole.
         home.rename(folder / f".old-{home.name}")
@@ -123,6 +124,12 @@ def load_chosen(run: RunDir, choice: Literal["best", "last"]) -> Checkpoint | No
             if path.exists() and (found := _first_whole(run.checkpoints, [path], stop=False)):
                 return found
     return load_latest(run.checkpoints)
+
+
+def state_checksum(state: dict[str, Any]) -> str:
+    """Of what state.json holds beside its checksum: a step or place with a flipped bit must not be continued from."""
+    text = json.dumps({key: state[key] for key in state.keys() - {"checksum"}}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -171,12 +178,18 @@ def _first_whole(
 
 
 def _read(path: Path, state: dict[str, Any]) -> Checkpoint:
+    try:
+        shape = DraftConfig(**{**state["shape"], "aux_layer_ids": tuple(state["shape"]["aux_layer_ids"])})
+    except TypeError as error:
+        raise InputError(
+            f"{path} was written by another version of Eyas ({error}): go on with that, or move the checkpoints away"
+        ) from None
     return Checkpoint(
         step=state["step"],
         position=Position(state["epoch"], state["pack"]),
         identity=state["identity"],
         data_hash=state["data_hash"],
-        shape=DraftConfig(**{**state["shape"], "aux_layer_ids": tuple(state["shape"]["aux_layer_ids"])}),
+        shape=shape,
         draft=load_file(path / _DRAFT),
         optimizer=load_file(path / _OPTIMIZER),
         random=load_file(path / _RANDOM),
@@ -185,7 +198,10 @@ def _read(path: Path, state: dict[str, Any]) -> Checkpoint:
 
 def _fault(path: Path) -> str | None:
     try:
-        digests = read_json(path / "state.json")["digests"]
+        state = read_json(path / "state.json")
+        digests = state["digests"]
+        if state["checksum"] != state_checksum(state):
+            return "state.json has another checksum"
         for name in _FILES:
             if digest(path / name) != digests[name]:
                 return f"{name} has another digest"
