@@ -32,8 +32,8 @@ def test_plain_zarr_opens_the_arrays_and_finds_their_meaning(tmp_path, make_spec
     targets = [len(target_rows(sample.loss_mask)) for sample in samples]
     assert [(entry["sample_id"], entry["segment"]) for entry in entries] == [("first", name), ("second", name)]
     assert entries[0]["rows"] == {"tokens": [0, 11], "targets": [0, targets[0]]}
-    assert entries[1]["rows"]["tokens"] == [65_536, 3]  # the next shard boundary of every array on the axis
-    assert segment["aux_bits"].shape == (65_539, 3, 8)  # cut by close()
+    assert entries[1]["rows"]["tokens"] == [16_384, 3]  # the next shard boundary of every array on the axis
+    assert segment["aux_bits"].shape == (16_387, 3, 8)  # cut by close()
     for entry, sample in zip(entries, samples, strict=True):
         tokens, own = (
             slice(start, start + rows) for start, rows in (entry["rows"]["tokens"], entry["rows"]["targets"])
