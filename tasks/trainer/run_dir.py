@@ -9,6 +9,8 @@ data/answers              regenerated answers, unless data.regenerate_dir says o
 vocabulary.safetensors    d2t, t2d
 checkpoints/step-000200   masters, moments, position
 metrics.jsonl             one line an optimizer step, one a look at held-out samples
+trackers/                 TensorBoard's events and the like, and how far each has come
+profile/                  traces and memory snapshots of chosen steps
 stopped-step-000123.json  sample ids of a step that must not be taken
 lease.json                who works on the run at this moment
 evaluation.json           acceptance and held-out metrics
@@ -122,6 +124,11 @@ class RunDir:
         """The run's resolved config."""
         return read_config(str(self.config_path))
 
+    def publish(self, path: Path) -> None:
+        """Have a file at the run's URL, too, whatever becomes of its stage."""
+        if self.mirror is not None:
+            self.mirror.push([path.relative_to(self.root).as_posix()])
+
     def receipt(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage wrote last, or None."""
         path = self.receipts / f"{stage}.json"
@@ -194,6 +201,18 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    def stopped_step(self, step: int) -> Path:
+        """The file that names the samples of a step that must not be taken."""
+        return self.root / f"stopped-step-{step:06d}.json"
+
+    @property
+    def trackers(self) -> Path:
+        return self.root / "trackers"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
 
     @property
     def evaluation(self) -> Path:

@@ -28,6 +28,7 @@ from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import finished, run_stage, stages_of
 from tasks.trainer.train import checkpoint, loop
 from tasks.trainer.train.curves import read_metrics
+from tasks.trainer.train.guard import GradientGuard
 from tests.storage.conftest import fault_proxy, s3, s3_server  # noqa: F401 - fixtures
 
 Values = Callable[..., dict[str, Any]]
@@ -190,6 +191,17 @@ def test_a_killed_stage_process_is_followed_at_once(
         found = checkpoint.load_latest(held.checkpoints)
     assert found is not None
     assert found.step >= 2
+
+
+def test_the_samples_of_a_bad_step_are_named_at_the_url(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the file that the message names is on a machine that is gone."""
+    url = f"memory://diverged/{tmp_path.name}"
+    monkeypatch.setattr(GradientGuard, "_fault", lambda self, loss, norm: "made up")
+    with pytest.raises(InputError, match=rf"{url}/stopped-step-000001\.json"):
+        run_here(recipe_values(), url, tmp_path / "one")
+    assert "stopped-step-000001.json" in locate(url).sizes()
 
 
 def test_a_file_that_was_being_replaced_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,11 +10,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import write_json
+from tasks.trainer.run_dir import RunDir
 
 # Below so many steps a median says little: the first gradients of a fresh draft differ by factors.
 _MIN_STEPS, _WINDOW = 20, 100
@@ -27,11 +27,11 @@ class Diverged(InputError):
 class GradientGuard:
     """Compares each step's gradient norm with the running median; a pure function of the metrics, resumes included."""
 
-    def __init__(self, norms: Iterable[float], *, max_ratio: float, folder: Path) -> None:
-        """norms: of the steps before, oldest first. max_ratio: 0 checks for NaN and Inf alone. folder: for the file."""
+    def __init__(self, norms: Iterable[float], *, max_ratio: float, run: RunDir) -> None:
+        """norms: of the steps before, oldest first. max_ratio: 0 checks for NaN and Inf alone."""
         self._norms = deque(norms, maxlen=_WINDOW)
         self._max_ratio = max_ratio
-        self._folder = folder
+        self._run = run
 
     def check(self, norm: float, *, loss: float, step: int, packs: Sequence[Sequence[PreparedSample]]) -> None:
         """Raises Diverged for a step that must not be taken, its sample ids in `stopped-step-NNNNNN.json`."""
@@ -39,13 +39,14 @@ class GradientGuard:
         if fault is None:
             self._norms.append(norm)
             return
-        path = self._folder / f"stopped-step-{step:06d}.json"
+        path = self._run.stopped_step(step)
         ids = [[sample.sample_id for sample in pack] for pack in packs]
         write_json(path, {"step": step, "fault": fault, "packs": ids})
+        self._run.publish(path)
         raise Diverged(
-            f"stopped before step {step}: {fault}. Its sample ids are in {path}: look at these samples, or lower "
-            "train.learning_rate in a new run; train.max_grad_norm_ratio moves the alarm. The checkpoints before are "
-            "whole"
+            f"stopped before step {step}: {fault}. Its sample ids are in {self._run.where(path)}: look at these samples, "
+            "or lower train.learning_rate in a new run; train.max_grad_norm_ratio moves the alarm. The checkpoints before "
+            "are whole"
         )
 
     def _fault(self, loss: float, norm: float) -> str | None:

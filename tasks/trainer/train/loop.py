@@ -100,7 +100,7 @@ def train(
 
     with MetricsFile(run.metrics, step=step, heldout_hash=held_out.samples_hash if held_out else None) as metrics:
         norms = (line["grad_norm"] for line in metrics.recent)
-        guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, folder=run.root)
+        guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, run=run)
         saver = Saver(run, settings, metrics, snapshot, saved=step)
         with _closed(saver), stop.installed(saver.stopped):
             while True:

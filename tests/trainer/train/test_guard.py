@@ -64,15 +64,15 @@ def test_a_norm_far_out_of_line_is_told_from_an_ordinary_one(tmp_path: Path) -> 
     def check(guard: GradientGuard, norm: float) -> None:
         guard.check(norm, loss=1.0, step=1, packs=[])
 
-    young = GradientGuard([1.0] * 5, max_ratio=10.0, folder=tmp_path)
+    young = GradientGuard([1.0] * 5, max_ratio=10.0, run=RunDir(tmp_path))
     check(young, 1e6)
-    guard = GradientGuard([1.0, 2.0, 3.0] * 10, max_ratio=10.0, folder=tmp_path)
+    guard = GradientGuard([1.0, 2.0, 3.0] * 10, max_ratio=10.0, run=RunDir(tmp_path))
     check(guard, 19.9)
     for _ in range(100):
         with pytest.raises(Diverged, match=r"gradient norm 21 is 10 times the median 2 of 31 steps"):
             check(guard, 21.0)
-    check(GradientGuard([1.0] * 30, max_ratio=0.0, folder=tmp_path), 1e9)
+    check(GradientGuard([1.0] * 30, max_ratio=0.0, run=RunDir(tmp_path)), 1e9)
     with pytest.raises(Diverged, match="inf"):
-        check(GradientGuard([], max_ratio=0.0, folder=tmp_path), math.inf)
+        check(GradientGuard([], max_ratio=0.0, run=RunDir(tmp_path)), math.inf)
     with pytest.raises(Diverged, match="loss nan"):
         guard.check(1.0, loss=math.nan, step=1, packs=[])
