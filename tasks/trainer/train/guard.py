@@ -45,8 +45,8 @@ class GradientGuard:
         self._run.publish(path)
         raise Diverged(
             f"stopped before step {step}: {fault}. Its sample ids are in {self._run.where(path)}: look at these, or "
-            "lower train.learning_rate in a new run; train.max_grad_norm_ratio moves the alarm. The checkpoints before are "
-            "whole"
+            "lower train.learning_rate in a new run; train.max_grad_norm_ratio moves the alarm. The checkpoints before "
+            "are whole"
         )
 
     def _fault(self, loss: float, norm: float) -> str | None:
