@@ -77,7 +77,7 @@ def assert_same(run: RunDir, expected: RunDir) -> None:
         assert torch.equal(tensor, ours[name]), name
 
 
-@pytest.mark.parametrize("num_trials", [12, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_trials", [14, pytest.param(200, marks=pytest.mark.soak)])
 def test_random_kills(num_trials: int, recipe_values: Values) -> None:
     """Red when any moment of a SIGKILL or SIGTERM loses, repeats or changes a bit of masters, moments or metrics."""
     # A forked child has none of OpenMP's threads and crashes where it wants them; the same number for all runs, because
@@ -115,8 +115,10 @@ def kill_at_random(recipe_values: Values, num_trials: int) -> None:
         shutil.copytree(template, root)
         run = create(values(root.name, filling=filling))
         chance = random.Random(trial)
-        for _ in range(chance.randint(1, 3)):
-            status = killed_run(run, chance, seconds)
+        for number in range(chance.randint(1, 3)):
+            # First every moment in turn, by SIGTERM and by SIGKILL; then any.
+            first_kill = MOMENTS[trial % len(MOMENTS)], (signal.SIGTERM, signal.SIGKILL)[trial // len(MOMENTS) % 2]
+            status = killed_run(run, chance, seconds, None if number else first_kill)
             ends[status] = ends.get(status, 0) + 1
         try:
             run_stage("train", run, silent)
@@ -128,12 +130,19 @@ def kill_at_random(recipe_values: Values, num_trials: int) -> None:
     assert ends.keys() >= {-signal.SIGKILL, EXIT_INTERRUPTED}, f"both signals must have met a run: {ends}"
 
 
-def killed_run(run: RunDir, chance: random.Random, seconds: float) -> int:
-    """Start training in a forked process and have it killed; returns its exit status."""
+def killed_run(
+    run: RunDir, chance: random.Random, seconds: float, chosen: tuple[tuple[Any, str], signal.Signals] | None
+) -> int:
+    """Start training in a forked process and have it killed; returns its exit status.
+
+    chosen: a moment, at one of its first calls, and the signal. None: any moment, or any time within `seconds`.
+    """
     number = chance.choice((signal.SIGKILL, signal.SIGTERM))
-    at_call = chance.random() < 0.7
+    at_call = chosen is not None or chance.random() < 0.7
     wait = chance.uniform(0.0, seconds)
     arm = (chance.choice(MOMENTS), chance.randint(1, 16), number) if at_call else None
+    if chosen is not None:
+        arm = (chosen[0], chance.randint(2, 4), chosen[1])
     child = os.fork()
     if child == 0:
         train_and_exit(run, arm)
