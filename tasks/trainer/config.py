@@ -246,6 +246,10 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
             "evaluate_tokens",
             "export",
             "max_grad_norm_ratio",
+            "trackers",
+            "tracker_project",
+            "profile",
+            "memory_snapshot",
         }
     ),
 }

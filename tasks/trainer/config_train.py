@@ -6,7 +6,7 @@ Fields of one schedule are refused beside another: a schedule that silently igno
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,6 +21,11 @@ Schedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+
+# accelerate's names; each is the name of the Python package it needs, too.
+Tracker = Literal[
+    "tensorboard", "wandb", "mlflow", "trackio", "aim", "clearml", "comet_ml", "dvclive", "swanlab",
+]  # fmt: skip
 
 # Which schedules a field belongs to.
 _SCHEDULE_FIELDS: Mapping[str, tuple[Schedule, ...]] = {
@@ -182,6 +187,27 @@ class Train(BaseModel):
         description="Stop when a gradient's norm is so many times the median of the last 100 steps; its samples "
         "are written to the run directory. 0: never.",
     )
+    trackers: tuple[Tracker, ...] = Field(
+        ("tensorboard",),
+        title="Trackers",
+        description="Who shows the metrics, besides metrics.jsonl. tensorboard, wandb (offline unless WANDB_MODE says "
+        "otherwise) and mlflow (local unless MLFLOW_TRACKING_URI does) write to the run directory and append when "
+        "a run continues; others begin another run there. What is not installed on the worker is refused.",
+    )
+    tracker_project: str = Field(
+        "eyas", min_length=1, title="Project", description="The runs' project (MLflow: experiment) in trackers."
+    )
+    profile: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        title="Profile (steps)",
+        description="Steps whose trace is written to the run directory, counted from 1: the first few are not like the "
+        "others. Opens in Perfetto.",
+    )
+    memory_snapshot: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        title="Memory snapshot (steps)",
+        description="Steps whose CUDA allocations are written to the run directory. Opens in PyTorch's memory viewer.",
+    )
     seed: int = Field(0, ge=0, title="Seed", description="Order of the data and initial weights.")
 
     @model_validator(mode="after")
@@ -196,6 +222,13 @@ class Train(BaseModel):
                 raise ValueError(
                     f"{name}={getattr(self, name)} is of schedule={' and '.join(owners)}, but "
                     f"schedule={self.schedule}; leave {name} out, or change the schedule"
+                )
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers={list(self.trackers)} names one twice; name each once")
+        for name in ("profile", "memory_snapshot"):
+            if any(step > self.steps for step in getattr(self, name)):
+                raise ValueError(
+                    f"{name}={list(getattr(self, name))} has steps past steps={self.steps}; name earlier ones"
                 )
         if self.muon_momentum is not None and self.optimizer != "muon":
             raise ValueError(

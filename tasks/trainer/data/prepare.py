@@ -20,6 +20,8 @@ from tasks.trainer.target import Target
 from tasks.trainer.target_text import TargetText, load_text, pick_device
 from tasks.trainer.train.batches import Packs
 from tasks.trainer.train.packing import unfilled_share
+from tasks.trainer.train.profiling import check_profiling
+from tasks.trainer.train.tracking import check_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
     """
     settings = config.data
     device = pick_device(config.train.device)
+    # What training would refuse hours later.
+    check_trackers(config.train)
+    check_profiling(config.train, device=device)
     text = load_text(
         config.target.model,
         dtype=config.target.dtype,

@@ -38,8 +38,10 @@ from tasks.trainer.train.evaluation import HeldOut
 from tasks.trainer.train.guard import GradientGuard
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
+from tasks.trainer.train.profiling import Profiling
 from tasks.trainer.train.saving import Saver
 from tasks.trainer.train.sources import StatesSource
+from tasks.trainer.train.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +104,15 @@ def train(
         norms = (line["grad_norm"] for line in metrics.recent)
         guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, run=run)
         saver = Saver(run, settings, metrics, snapshot, saved=step)
-        with _closed(saver), stop.installed(saver.stopped):
+        tracking = Tracking(settings, run.trackers, run_name=run.url.rsplit("/", 1)[-1], metrics=run.metrics, step=step)
+        profiling = Profiling(settings, run.profile, device=device)
+        with tracking, profiling, _closed(saver), stop.installed(saver.stopped):
             while True:
                 if held_out and held_out.due(step) and step not in metrics.heldout:
                     measured = held_out.measure(draft, source, head=head, progress=_shown(progress, step, settings))
                     with stop.held():
                         metrics.write_heldout(step, measured)
+                        tracking.log({"step": step, "heldout": measured})
                         if saver.due(step):
                             saver.save()
                     logger.info("held out, step %d: %s", step, held_out.describe(measured))
@@ -119,6 +124,7 @@ def train(
                 with closing(source.batches([data[number] for number in pack] for pack, _ in coming)) as batches:
                     while step < last_step:
                         step_started = time.monotonic()
+                        profiling.begin(step + 1)
                         group, after = _next_group(packs, settings.grad_accumulation)
                         samples = [[data[number] for number in pack] for pack in group]
                         weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
@@ -141,13 +147,16 @@ def train(
                             seconds = time.monotonic() - step_started
                             waited += source.traffic.device_wait_s - traffic.device_wait_s
                             step_moved = source.traffic.h2d_bytes - traffic.h2d_bytes
-                            metrics.write(
-                                {"step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate,
-                                 "tokens": step_tokens, "seconds": seconds, "data_wait_s": waited,
-                                 "h2d_bytes": step_moved, "epoch": position.epoch}
-                            )  # fmt: skip
+                            line = {
+                                "step": step, **summary, "grad_norm": norm, "learning_rate": learning_rate,
+                                "tokens": step_tokens, "seconds": seconds, "data_wait_s": waited,
+                                "h2d_bytes": step_moved, "epoch": position.epoch,
+                            }  # fmt: skip
+                            metrics.write(line)
+                            tracking.log(line)  # before a save: trackers must not lack steps before a checkpoint
                             if saver.due(step):
                                 saver.save()
+                        profiling.end()
                         tokens += step_tokens
                         data_wait += waited
                         moved += step_moved
