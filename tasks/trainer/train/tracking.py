@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from tasks.trainer.config import Train
@@ -123,13 +124,21 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 def _open(name: str, mark: Mark, folder: Path, *, project: str, run_name: str) -> Any:
     """Start a tracker where `mark` says, and mark the run it writes to."""
     kind = LOGGER_TYPE_TO_CLASS[name]
+    PartialState()  # accelerate's own logging refuses to work before; some trackers make it, wandb's does not
     if name == "tensorboard":
         # What is there from this step on is hidden: steps past the checkpoint, and all when nothing is known of it.
         tracker = kind("tensorboard", folder, purge_step=mark.step + 1)
     elif name == "wandb":
         mark.run = mark.run or secrets.token_hex(4)
-        mode = os.environ.get("WANDB_MODE", "offline")
-        tracker = kind(project, name=run_name, id=mark.run, resume="allow", dir=str(folder), mode=mode)
+        tracker = kind(
+            project,
+            name=run_name,
+            id=mark.run,
+            resume="allow",
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings={"console": "off"},  # our standard output is for the process that started us
+        )
     elif name == "mlflow":
         os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder.absolute()}/mlflow.db")
         tracker = kind(project, str(folder.absolute() / "mlflow"), run_id=mark.run, run_name=run_name)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import accelerate.tracking
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -138,6 +139,9 @@ class Recording(accelerate.tracking.GeneralTracker):
     def tracker(self) -> None:
         return None
 
+    def start(self) -> None:
+        accelerate.tracking.logger.debug("as accelerate's own trackers do")
+
     def log(self, values: dict[str, float], step: int | None = None, **options: Any) -> None:
         assert step is not None
         self.logged.append((step, next(iter(values.values()))))
@@ -149,6 +153,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     monkeypatch.setattr("tasks.trainer.train.tracking.check_trackers", lambda settings: None)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     Recording.starts, Recording.logged = [], []
+    accelerate.PartialState._reset_state()  # as in a process of its own
     return Recording
 
 
