@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from storage.bench.results import Row, newest
@@ -26,8 +26,8 @@ class Goal:
     """The bound."""
     texts: tuple[str, ...] = TEXTS
     """Texts on which it must hold, each."""
-    missed: str = ""
-    """Why it is known not to be met; empty when it is claimed."""
+    missed: Mapping[str, str] = field(default_factory=dict)
+    """By text, why it is known not to be met; where there is nothing, it is claimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Outcome:
     value: float | None
 
     @property
+    def excuse(self) -> str:
+        """Why it is known not to be met on this text; empty when it is claimed."""
+        return self.goal.missed.get(self.text, "")
+
+    @property
     def met(self) -> bool:
         """Whether the figure is there and on the good side."""
         if self.value is None:
@@ -46,19 +51,22 @@ class Outcome:
         return self.value >= self.goal.bound if self.goal.at == "least" else self.value <= self.goal.bound
 
 
+_SHORT = "answers of some 120 tokens: ids, logsumexp, index and shard indexes weigh beside so few codes"
+
 GOALS = (
     Goal("aux lossless", "aux ratio", "least", 1.46),
     Goal("aux step 0.1", "aux ratio", "least", 2.9),
     Goal("aux step 0.3", "aux ratio", "least", 4.25),
     Goal("aux step 0.5", "aux ratio", "least", 5.2),
     Goal("aux step 0.8", "aux ratio", "least", 6.5),
-    Goal("last step 0.05", "last ratio", "least", 2.4),
+    Goal("last step 0.05", "last ratio", "least", 2.4, missed={"own": _SHORT}),
     Goal("small", "topk bytes", "most", 450.0),
     Goal("tiny", "topk bytes", "most", 130.0),
-    *(Goal(preset, "beside", "most", 0.02) for preset in ("lossless", "near", "compact", "small", "tiny")),
+    *(Goal(preset, "beside", "most", 0.02) for preset in ("lossless", "near", "compact")),
+    *(Goal(preset, "beside", "most", 0.02, missed={"own": _SHORT}) for preset in ("small", "tiny")),
     Goal("near", "GETs", "most", 10.0, (LONG,)),
     Goal("near", "gpu share", "most", 0.51, (LONG,)),
-    Goal("near", "read MB/s", "least", 1500.0, (LONG,)),
+    Goal("near", "codes MB/s", "least", 1500.0, (LONG,)),
 )
 
 

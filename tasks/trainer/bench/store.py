@@ -131,7 +131,7 @@ def print_goals(out: Annotated[Path, typer.Option("--out", help="Results to judg
         goal = outcome.goal
         bound = f"{'>=' if goal.at == 'least' else '<='} {goal.bound:g}"
         value = "-" if outcome.value is None else f"{outcome.value:.5g}"
-        met = "yes" if outcome.met else f"no: {goal.missed}" if goal.missed else "no"
+        met = "yes" if outcome.met else f"no: {outcome.excuse}" if outcome.excuse else "no"
         table.add_row(goal.variant, goal.metric, outcome.text, bound, value, met)
     Console().print(table)
 

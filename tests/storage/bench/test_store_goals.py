@@ -15,7 +15,7 @@ from storage.errors import StoreError
 def test_a_goal_is_met_or_said_to_be_missed(outcome):
     # Red when a figure is claimed that the committed results do not show, or a miss is not said.
     assert outcome.value is not None, "no run measured it"
-    if outcome.goal.missed:
+    if outcome.excuse:
         assert not outcome.met, "the goal is met: take its excuse away"
     else:
         assert outcome.met, f"{outcome.value:.5g} where {outcome.goal.at} {outcome.goal.bound:g} is due"
