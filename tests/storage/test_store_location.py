@@ -121,6 +121,20 @@ class LocationContract:
         place.delete("b/one")
         assert place.child("b").names() == ["c", "two"]
 
+    def test_whole_files_go_up_and_down(self, place: Location, tmp_path):
+        """Red when bytes differ, an old file shines through, or a failed download leaves a file or half of one."""
+        source, target = tmp_path / "source", tmp_path / "target"
+        for content in (b"", bytes(range(256)) * 4_000, b"shorter"):
+            source.write_bytes(content)
+            place.upload("folder/file.bin", source)
+            assert place.read_bytes("folder/file.bin") == content
+            place.download("folder/file.bin", target)
+            assert target.read_bytes() == content
+        with pytest.raises(FileNotFoundError):
+            place.download("folder/none.bin", target)
+        assert target.read_bytes() == b"shorter"
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["source", "target"]
+
     def test_many_threads_at_once(self, place: Location):
         # Red when requests from several threads mix up.
         with ThreadPoolExecutor(16) as executor:
