@@ -59,6 +59,7 @@ def test_a_step_that_does_not_end_leaves_no_trace(tmp_path: Path) -> None:
     for _ in range(2):
         with Profiling(Train(profile=(1,)), tmp_path / "p", device="cpu") as profiling:
             profiling.begin(1)
+        assert not torch.autograd._profiler_enabled()
     assert not (tmp_path / "p").exists()
     with Profiling(Train(profile=(1,)), tmp_path / "p", device="cpu") as profiling:
         profiling.begin(1)
