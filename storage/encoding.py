@@ -120,18 +120,31 @@ def encode_sample(sample: Sample, spec: StoreSpec, statistics: Statistics | None
     return {name: np.ascontiguousarray(arrays[name]) for name in schemas}
 
 
-def decode_sample(arrays: NamedArrays, *, sample_id: str, spec: StoreSpec, statistics: Statistics | None) -> Sample:
-    """The sample whose arrays these are, all its rows. StoreError as `encoded_states`."""
-    encoded = encoded_states(arrays, sample_id=sample_id, spec=spec, statistics=statistics)
+def decode_sample(
+    arrays: NamedArrays,
+    *,
+    sample_id: str,
+    spec: StoreSpec,
+    statistics: Statistics | None,
+    overwrite: bool = False,
+) -> Sample:
+    """The sample whose arrays these are, all its rows. overwrite and StoreError as for `encoded_states`."""
+    encoded = encoded_states(arrays, sample_id=sample_id, spec=spec, statistics=statistics, overwrite=overwrite)
+
+    def bits(states: Quantised) -> npt.NDArray[np.uint16]:
+        if overwrite and states.scale is None:
+            return states.codes.view(np.uint16)  # which they are
+        return dequantise(states)
+
     top_k = encoded.last if isinstance(encoded.last, TopK) else None
     return Sample(
         sample_id=sample_id,
         token_ids=encoded.token_ids,
         loss_mask=encoded.loss_mask,
-        aux_hidden=dequantise(encoded.aux).reshape(-1, NUM_AUX_LAYERS, spec.hidden_size),
+        aux_hidden=bits(encoded.aux).reshape(-1, NUM_AUX_LAYERS, spec.hidden_size),
         target_argmax=encoded.target_argmax,
         target_lse=encoded.target_lse,
-        last_hidden=None if isinstance(encoded.last, TopK) else dequantise(encoded.last),
+        last_hidden=None if isinstance(encoded.last, TopK) else bits(encoded.last),
         top_k=top_k,
     )
 
@@ -144,11 +157,13 @@ def encoded_states(
     statistics: Statistics | None,
     start: int = 0,
     stop: int | None = None,
+    overwrite: bool = False,
 ) -> EncodedSample:
     """The tokens `start` to `stop` of a sample, states in stored form: views of the arrays given where possible.
 
     arrays: `tokens` and `exceptions` whole; states on the tokens axis rows start .. stop; states on the targets axis
-    rows `target_window(loss_mask, start, stop)`, the mask being column LOSS_MASK of `tokens`.
+    rows `target_window(loss_mask, start, stop)`, the mask being column LOSS_MASK of `tokens`. overwrite: the arrays are
+    the caller's no more, so that lossless states can take their place.
     StoreError, naming sample and array, for numbers of rows that do not fit together or exceptions that lie nowhere.
     """
     encoding, hidden = spec.encoding, spec.hidden_size
@@ -176,10 +191,22 @@ def encoded_states(
         )
     split = int(np.searchsorted(positions, aux_values))
     width = NUM_AUX_LAYERS * hidden
-    aux = _stored(arrays, "aux", spec, statistics, positions[:split], bits[:split], window=(start, stop), width=width)
+    aux = _stored(
+        arrays,
+        "aux",
+        spec,
+        statistics,
+        positions[:split],
+        bits[:split],
+        window=(start, stop),
+        width=width,
+        overwrite=overwrite,
+    )
     if encoding.last == "hidden":
         at, kept = positions[split:] - aux_values, bits[split:]
-        target = _stored(arrays, "last", spec, statistics, at, kept, window=(first, last), width=hidden)
+        target = _stored(
+            arrays, "last", spec, statistics, at, kept, window=(first, last), width=hidden, overwrite=overwrite
+        )
     else:
         tail = tokens[own_rows, TAIL_LEVEL].astype(np.int32)
     return EncodedSample(
@@ -318,11 +345,14 @@ def _stored(
     *,
     window: tuple[int, int],
     width: int,
+    overwrite: bool,
 ) -> Quantised:
     """The states `what` of a window of rows; at, bits: the exceptions of the whole sample in them."""
     first, last = window
     form = form_of(spec.encoding, what)
-    states = from_form(arrays[f"{what}_{form}"], form, spec.hidden_size).reshape(last - first, width)
+    states = from_form(arrays[f"{what}_{form}"], form, spec.hidden_size, overwrite=overwrite).reshape(
+        last - first, width
+    )
     if step_of(spec.encoding, what) is None:
         return lossless(states)
     assert statistics is not None, "a lossy encoding needs statistics"

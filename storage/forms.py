@@ -97,12 +97,15 @@ def to_form(states: npt.NDArray[Any], form: Form) -> npt.NDArray[Any]:
     return pairs
 
 
-def from_form(array: npt.NDArray[Any], form: Form, hidden_size: int) -> npt.NDArray[Any]:
-    """Undo `to_form`: int8 codes or uint16 bits [..., hidden_size]; the array itself where it is that already."""
+def from_form(array: npt.NDArray[Any], form: Form, hidden_size: int, *, overwrite: bool = False) -> npt.NDArray[Any]:
+    """Undo `to_form`: int8 codes or uint16 bits [..., hidden_size]; the array itself where it is that already.
+
+    overwrite: planes (C-contiguous) are merged where they lie: a long sample's would otherwise be held twice.
+    """
     if form in ("codes", "bits"):
         return array
     if form == "planes":
-        return _merged(array)
+        return _merged(array, overwrite=overwrite)
     codes = np.take(_PAIRS, array).view(np.int8)
     return codes if codes.shape[-1] == hidden_size else np.ascontiguousarray(codes[..., :hidden_size])
 
@@ -132,16 +135,19 @@ def _planes(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
     return planes.reshape(*bits.shape[:-1], 2, hidden)
 
 
-def _merged(planes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+def _merged(planes: npt.NDArray[np.uint8], *, overwrite: bool) -> npt.NDArray[np.uint16]:
     """Undo `_planes`."""
     hidden = planes.shape[-1]
     flat = planes.reshape(-1, 2, hidden)
-    merged = np.empty((len(flat), hidden), dtype=np.uint16)
+    if overwrite:
+        assert planes.flags.c_contiguous
+        merged = flat.reshape(-1, 2 * hidden).view(np.uint16)  # two planes of bytes are as long as the row they make
+    else:
+        merged = np.empty((len(flat), hidden), dtype=np.uint16)
     for start in range(0, len(flat), _BLOCK_ROWS):
         out = merged[start : start + _BLOCK_ROWS]
-        rest = flat[start : start + _BLOCK_ROWS, 1].astype(np.uint16)
-        out[...] = flat[start : start + _BLOCK_ROWS, 0]
-        out <<= np.uint16(6)
+        first, rest = (flat[start : start + _BLOCK_ROWS, plane].astype(np.uint16) for plane in (0, 1))
+        np.left_shift(first, np.uint16(6), out=out)
         out |= rest & np.uint16(0x3F)
         out |= (rest & np.uint16(0x40)) << np.uint16(8)
         out += _EXPONENT_BASE

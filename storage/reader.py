@@ -97,7 +97,9 @@ class StoreReader:
         entry = self._entry(sample_id)
         segment = self._segment(entry)
         arrays = self._arrays(entry, 0, entry.num_tokens)
-        return decode_sample(arrays, sample_id=sample_id, spec=self._spec, statistics=segment.statistics)
+        return decode_sample(
+            arrays, sample_id=sample_id, spec=self._spec, statistics=segment.statistics, overwrite=True
+        )
 
     def read_encoded(self, sample_id: str) -> EncodedSample:
         """One sample, its states in stored form, verified. Errors as `read`."""
@@ -122,6 +124,7 @@ class StoreReader:
             statistics=segment.statistics,
             start=start,
             stop=stop,
+            overwrite=True,
         )
 
     def prefetch(

@@ -38,6 +38,10 @@ def test_a_form_is_undone(form, hidden, rows, seed):
     assert again.dtype == states.dtype
     assert again.flags.c_contiguous
     np.testing.assert_array_equal(again, states)
+    over = from_form(array, form, hidden, overwrite=True)
+    # Red when merging in place reads what it has already written, or makes a copy after all.
+    np.testing.assert_array_equal(over, states)
+    assert form != "planes" or not over.size or np.shares_memory(over, array)
 
 
 def test_pairs_are_what_the_document_says():
@@ -53,7 +57,8 @@ def test_planes_are_what_the_document_says():
 
 def test_every_bfloat16_survives_its_planes():
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).reshape(-1, 32)
-    np.testing.assert_array_equal(from_form(to_form(bits, "planes"), "planes", 32), bits)
+    for overwrite in (False, True):
+        np.testing.assert_array_equal(from_form(to_form(bits, "planes"), "planes", 32, overwrite=overwrite), bits)
 
 
 def test_what_fills_planes_is_no_number():
