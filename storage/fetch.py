@@ -8,8 +8,11 @@ release Python's lock, and a thread that decodes its own shard needs no hand-ove
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,30 @@ logger = logging.getLogger(__name__)
 CLOSED = "the store reader was closed while it read"
 # A request costs a round trip, 40 ms at 25 MB/s a connection: a megabyte. Past half of a shard the rest comes along.
 _WHOLE_SHARE = 0.5
+# Compressed bytes under way at once: ten times what 40 ms of 400 MB/s need, and a third of a long lossless sample.
+_BYTES_UNDER_WAY = 160 << 20
+
+
+class _Budget:
+    """Bytes that threads may hold at once; one may always hold what it needs."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, num_bytes: int) -> Iterator[None]:
+        """Hold so many, once there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + num_bytes <= self._most)
+            self._held += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= num_bytes
+                self._changed.notify_all()
 
 
 class Fetcher:
@@ -38,7 +65,10 @@ class Fetcher:
         self._states = folder.child(STATES_FOLDER)
         self._layouts = layouts
         self._cache = cache
-        self.executor = ThreadPoolExecutor(max_requests, thread_name_prefix="store-get")
+        self._under_way = _Budget(_BYTES_UNDER_WAY)
+        # A disk answers at once: more threads than cores to decode would only hold memory.
+        threads = max_requests if folder.is_remote else min(max_requests, 2 * (os.cpu_count() or 1))
+        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="store-get")
         """Where the requests run."""
 
     def start(self, entry: IndexEntry, array: str, start: int, stop: int) -> Rows:
@@ -71,6 +101,12 @@ class Fetcher:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def _get(
+        self, entry: IndexEntry, layout: ShardLayout, piece: ShardPiece, out: npt.NDArray[Any], start: int
+    ) -> None:
+        with self._under_way.of(piece.size):
+            self._get_now(entry, layout, piece, out, start)
+
+    def _get_now(
         self, entry: IndexEntry, layout: ShardLayout, piece: ShardPiece, out: npt.NDArray[Any], start: int
     ) -> None:
         first_row = entry.rows[layout.array.axis][0]
