@@ -134,7 +134,7 @@ class StoreStatistics:
     num_tokens: int
     """Tokens of the committed samples."""
     stored_bytes: int
-    """Size of everything under the fingerprint's folder: states, metadata, index, and what killed writers left."""
+    """Size of the committed samples' shards; metadata, index and what killed writers left come on top."""
     raw_bytes: int
     """The same content uncompressed, see `raw_bytes`: bfloat16 states, last hidden ones on target rows only."""
     num_targets: int = 0

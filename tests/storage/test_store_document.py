@@ -126,3 +126,17 @@ def test_the_document_names_every_array_and_field():
     statistics = ("aux_norm", "aux_sink", "calibration_tokens")
     for word in (*arrays, *statistics, "tokens_crc32c", "chunk_tokens", "last_step", "version 2"):
         assert word in text, word
+
+
+def test_metadata_carries_its_checksum_as_the_document_says(tmp_path, make_spec, make_sample):
+    # Red when the rule for attributes["crc32c"] changes, or a document goes without.
+    spec = make_spec(preset="near")
+    with StoreWriter(str(tmp_path), spec) as writer:
+        writer.write(make_sample("a", 9))
+    documents = sorted((tmp_path / spec.fingerprint / "states").rglob("zarr.json"))
+    assert len(documents) > 4
+    for path in documents:
+        document = json.loads(path.read_bytes())
+        found = document["attributes"].pop("crc32c")
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        assert found == f"{google_crc32c.value(text.encode()):08x}", path

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tasks.trainer.data.prepared import PreparedData, PreparedSample
+from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.target import TargetStates, TopTokens
 from tasks.trainer.train.packing import pack_documents
@@ -118,9 +118,3 @@ def assemble(samples: Sequence[PreparedSample], states: Sequence[TargetStates]) 
         if top
         else None,
     )
-
-
-def sample_lengths(data: PreparedData) -> list[int]:
-    """Tokens of each prepared sample."""
-    lengths: list[int] = data.lengths.tolist()
-    return lengths

@@ -31,7 +31,7 @@ from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stop import stop
 from tasks.trainer.train import checkpoint
-from tasks.trainer.train.batches import Batch, Packs, Position, sample_lengths
+from tasks.trainer.train.batches import Batch, Packs, Position
 from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.curves import best_steps
 from tasks.trainer.train.evaluation import HeldOut
@@ -85,7 +85,7 @@ def train(
         optimizer.restore(found.optimizer, step=step)
         checkpoint.restore_random(found.random, device)
         logger.info("continuing after step %d of %d", step, settings.steps)
-    order = Packs(sample_lengths(data), pack_tokens=settings.pack_tokens, seed=settings.seed)
+    order = Packs(data.lengths, pack_tokens=settings.pack_tokens, seed=settings.seed)
     held_out = HeldOut(heldout, settings) if heldout else None
     packs = order.read_from(position)
     draft_ids = draft.draft_ids()
