@@ -57,12 +57,11 @@ class Mirror:
         """What says how far the run is: identity.json and the receipts, exactly as they are there."""
         for name in ("identity.json", "config.yaml"):
             self._pull_small(name)
-        there = set(self.place.child(_RECEIPTS).names())
-        for path in (self._root / _RECEIPTS).glob("*.json"):
-            if path.name not in there:
-                path.unlink()
-        for name in there:
-            self._pull_small(f"{_RECEIPTS}/{name}")
+        # A listing may lack what was just put (seen with a busy SeaweedFS): what is here goes only when a read says so.
+        here = {path.name for path in (self._root / _RECEIPTS).glob("*.json")}
+        for name in here | set(self.place.child(_RECEIPTS).names()):
+            if not self._pull_small(f"{_RECEIPTS}/{name}"):
+                (self._root / _RECEIPTS / name).unlink(missing_ok=True)
 
     def pull(self) -> None:
         """Everything that a stage may need. Raises OSError when the place cannot be read."""
@@ -126,14 +125,17 @@ class Mirror:
             for file in sorted(there.child(old).names(), key=lambda file: file != _STATE):
                 there.delete(f"{old}/{file}")
 
-    def _pull_small(self, name: str) -> None:
+    def _pull_small(self, name: str) -> bool:
+        """Whether it is there."""
         content = self.place.read_bytes(name)
-        if content is not None:
-            target = self._root / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = target.with_name(f".{target.name}.pulled")
-            scratch.write_bytes(content)
-            scratch.replace(target)
+        if content is None:
+            return False
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f".{target.name}.pulled")
+        scratch.write_bytes(content)
+        scratch.replace(target)
+        return True
 
     def _pull_metrics(self) -> None:
         """The longer one: both begin with the same steps, and a checkpoint is never ahead of its side's."""

@@ -92,6 +92,21 @@ def test_a_fresh_machine_continues_from_the_url(recipe_values: Values, url: str,
     assert report["export"]["folder"] == f"{url}/draft"
 
 
+def test_a_listing_that_lags_drops_no_receipt(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a receipt that the place has is dropped here because its listing does not show it yet."""
+    url = f"memory://lags/{tmp_path.name}"
+    run = run_here(recipe_values(), url, tmp_path / "one", until="prepare")
+    monkeypatch.setattr(Location, "names", lambda place: [])
+    with run.lock():
+        assert run.receipt("prepare") is not None
+    monkeypatch.undo()
+    locate(url).delete("receipts/prepare.json")
+    with run.lock():
+        assert run.receipt("prepare") is None
+
+
 def test_another_run_at_the_url_is_refused(recipe_values: Values, tmp_path: Path) -> None:
     """Red when the identity is looked up on this machine only."""
     url = f"memory://refused/{tmp_path.name}"
