@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from storage.errors import StoreError, one_line
@@ -29,28 +28,6 @@ class WrittenSample:
     """Its index entry."""
     keys: list[str]
     """Its shards, inside its segment."""
-
-
-class ByteGate:
-    """Lets threads in while what they hold together stays within a number of bytes; one may always hold more."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Wait for room, and give it back at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + num_bytes <= self._max_bytes)
-            self._held += num_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= num_bytes
-                self._changed.notify_all()
 
 
 class CommitQueue:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from storage.byte_gate import ByteGate
 from storage.cache import ShardCache, cache_key
 from storage.errors import DamageError, StoreError, one_line
 from storage.index import STATES_FOLDER, IndexEntry
@@ -33,28 +32,6 @@ _WHOLE_SHARE = 0.5
 _BYTES_UNDER_WAY = 160 << 20
 
 
-class _Budget:
-    """Bytes that threads may hold at once; one may always hold what it needs."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def of(self, num_bytes: int) -> Iterator[None]:
-        """Hold so many, once there is room."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + num_bytes <= self._most)
-            self._held += num_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= num_bytes
-                self._changed.notify_all()
-
-
 class Fetcher:
     """Reads rows of committed samples. Thread-safe, but not to be called from its own threads."""
 
@@ -65,7 +42,7 @@ class Fetcher:
         self._states = folder.child(STATES_FOLDER)
         self._layouts = layouts
         self._cache = cache
-        self._under_way = _Budget(_BYTES_UNDER_WAY)
+        self._under_way = ByteGate(_BYTES_UNDER_WAY)
         # A disk answers at once: more threads than cores to decode would only hold memory.
         threads = max_requests if folder.is_remote else min(max_requests, 2 * (os.cpu_count() or 1))
         self.executor = ThreadPoolExecutor(threads, thread_name_prefix="store-get")
@@ -103,7 +80,7 @@ class Fetcher:
     def _get(
         self, entry: IndexEntry, layout: ShardLayout, piece: ShardPiece, out: npt.NDArray[Any], start: int
     ) -> None:
-        with self._under_way.of(piece.size):
+        with self._under_way.hold(piece.size):
             self._get_now(entry, layout, piece, out, start)
 
     def _get_now(

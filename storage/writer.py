@@ -27,8 +27,9 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from storage.byte_gate import ByteGate
 from storage.claims import Claims
-from storage.commit import ByteGate, CommitQueue, WrittenSample
+from storage.commit import CommitQueue, WrittenSample
 from storage.drift import Drift
 from storage.encoding import encode_sample
 from storage.errors import StoreError, one_line
