@@ -57,7 +57,7 @@ class Mirror:
         """What says how far the run is: identity.json and the receipts, exactly as they are there."""
         for name in ("identity.json", "config.yaml"):
             self._pull_small(name)
-        # A listing may lack what was just put (seen with a busy SeaweedFS): what is here goes only when a read says so.
+        # A listing may lack what was just put: what is here goes only when a read says so.
         here = {path.name for path in (self._root / _RECEIPTS).glob("*.json")}
         for name in here | set(self.place.child(_RECEIPTS).names()):
             if not self._pull_small(f"{_RECEIPTS}/{name}"):

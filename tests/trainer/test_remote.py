@@ -29,7 +29,6 @@ from tasks.trainer.stages import finished, run_stage, stages_of
 from tasks.trainer.train import checkpoint, loop
 from tasks.trainer.train.curves import read_metrics
 from tasks.trainer.train.guard import GradientGuard
-from tests.storage.conftest import fault_proxy, s3, s3_server  # noqa: F401 - fixtures
 
 Values = Callable[..., dict[str, Any]]
 
