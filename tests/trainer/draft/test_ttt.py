@@ -134,6 +134,26 @@ def test_a_pack_without_rows_adds_nothing(checkpointing: str, loss: str, draft: 
     assert all(not gradient.any() for gradient in gradients.values())
 
 
+@pytest.mark.parametrize("name", ["all", "turns", "packed"])
+def test_simulated_tau_follows_each_row_through_the_steps(name: str, draft: Eagle3Draft, monkeypatch: Any) -> None:
+    """Red when a row's hit at one step is joined with another row's at the next, or rows that end early count."""
+    mask, lengths = MASKS[name]
+    counts = align(mask, lengths, K).counts
+    hits = torch.rand(counts.shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    original = ttt._linear_losses
+
+    def with_hits(*arguments: Any) -> Any:
+        total, sums, _, alpha = original(*arguments)
+        return total, sums, [of_step[rows] for of_step, rows in zip(hits, counts, strict=True)], alpha
+
+    monkeypatch.setattr(ttt, "_linear_losses", with_hits)
+    unrolled, _ = run(draft, make_batch(mask, lengths), Computation(attention="eager", loss="linear"))
+    rows = [row for row in range(len(mask)) if counts[-1, row]]
+    tokens = [len(list(itertools.takewhile(bool, hits[:, row].tolist()))) for row in rows]
+    assert len(set(tokens)) > 1
+    assert (int(unrolled.tau_sum), unrolled.tau_rows) == (sum(tokens), len(rows))
+
+
 def test_rows_are_really_left_out(draft: Eagle3Draft, monkeypatch: Any) -> None:
     """Red when all rows are computed after all: the loss would not tell."""
     seen = []
