@@ -101,7 +101,9 @@ def test_chunks(chunk_rows: int, stored: int | None, backend: str, device: torch
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "rows", [[[], [], []], [[4], [], []], [[], [2], [0, 7]], [[*range(9)]] * 3], ids=["none", "one", "ragged", "all"]
+    "rows",
+    [[[], [], []], [[4], [], []], [[], [2], [0, 7]], [[*range(9)]] * 3, [[1, 3, 5, 8], [0, 2, 4, 6], [1, 6]]],
+    ids=["none", "one", "ragged", "all", "apart"],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_few_rows(rows: list[list[int]], overwrite: bool, backend: str, device: torch.device) -> None:
