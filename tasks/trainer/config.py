@@ -7,16 +7,19 @@ was misspelt. Files and `--set` come in through recipe.py; the flow's parameters
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tasks.trainer.config_states import HiddenStates, Offline, Online, stored_encoding
+from tasks.trainer.config_states import Auto, HiddenStates, Offline, Online, stored_encoding
 from tasks.trainer.config_train import DType, Train
 from tasks.trainer.parent import parent_digest
 
 __all__ = [
+    "Auto",
     "Data",
     "Draft",
     "Evaluate",
@@ -27,6 +30,7 @@ __all__ = [
     "Target",
     "Train",
     "identity_fields",
+    "placed",
 ]
 
 
@@ -154,9 +158,17 @@ class Draft(_Group):
         description="Folder of an earlier draft to start from, in place of `start`: a checkpoint of a run, an export, "
         "or SpecForge's layout, of the same sizes. Draft tokens that are new to it start from the target's rows.",
     )
+    vocabulary: Literal["data", "parent"] = Field(
+        "data",
+        title="Vocabulary from",
+        description="The draft's tokens: data (the most frequent ones, vocab_size many), or parent (those of the warm "
+        "start, so that all its rows go on).",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Draft:
+        if self.vocabulary == "parent" and self.init is None:
+            raise ValueError("vocabulary=parent takes a warm start's tokens, and init is empty; use vocabulary=data")
         if self.init is not None and self.start != "random":
             raise ValueError(
                 f"start={self.start} and init={self.init!r} are two starts; use start=random (the default) with init"
@@ -204,7 +216,8 @@ class RunConfig(_Group):
     run_dir: str = Field(
         "runs/default",
         title="Run directory",
-        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves.",
+        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves. {identity} stands for a hash of "
+        "the fields that decide the result: the same run again continues, another one gets a place of its own.",
     )
     scratch_dir: str | None = Field(
         None,
@@ -274,3 +287,16 @@ def identity_fields(config: RunConfig) -> dict[str, Any]:
         for key in keys:
             dumped[group].pop(key, None)
     return dumped
+
+
+def placed(config: RunConfig) -> RunConfig:
+    """The config with `{identity}` in run_dir replaced by 10 hex digits of a hash of the run's identity.
+
+    One deployment starts many runs, and a run directory holds one: without a name that follows from the values, each
+    run of the form would need a new one by hand, and a rerun that is to continue would need the old one.
+    """
+    if "{identity}" not in config.run_dir:
+        return config
+    text = json.dumps(identity_fields(config), sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    return config.model_copy(update={"run_dir": config.run_dir.replace("{identity}", digest)})
