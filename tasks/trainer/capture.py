@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,14 @@ from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.target import Target, TargetStates
+from tasks.trainer.target import Document, Target, TargetStates
 
 logger = logging.getLogger(__name__)
 
 # Samples claimed at once: few enough that a second writer finds work, many enough that claims cost nothing.
 CLAIMED_SAMPLES = 256
+# Tokens of documents that share a forward: enough to fill a GPU, few enough not to count in its memory.
+FORWARD_TOKENS = 8192
 _POLL_SECONDS = 2.0
 
 
@@ -83,7 +85,7 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
             committed = writer.committed()
             wanted = [sample for sample in data if sample.sample_id not in committed]
             if wanted:
-                target = Target.of(config.target, device=prepared["device"])
+                target = Target.of(config.target, device=prepared["device"], deterministic=config.train.deterministic)
                 captured = _capture(target, writer, wanted, states.store_url, progress)
     return {
         "store_url": states.store_url,
@@ -120,10 +122,11 @@ def _capture(
     def fill(samples: Sequence[PreparedSample]) -> list[PreparedSample]:
         """Capture those of the samples that can be claimed; returns the others."""
         by_id = {sample.sample_id: sample for sample in samples}
-        for sample_id in writer.claim(by_id):
-            sample = by_id.pop(sample_id)
-            writer.write(to_stored(sample, capture_sample(target, sample, top_k=top_k)))
-            captured.append(len(sample.token_ids))
+        claimed = (by_id.pop(sample_id) for sample_id in writer.claim(list(by_id)))
+        for together in _forwards(claimed, FORWARD_TOKENS if target.packs else 0):
+            for sample, given in zip(together, capture_samples(target, together, top_k=top_k), strict=True):
+                writer.write(to_stored(sample, given))
+                captured.append(len(sample.token_ids))
             seconds = time.monotonic() - started
             stored = (writer.stored_bytes - before) / 1e6
             progress(len(captured), len(wanted), f"{sum(captured) / seconds:.0f} tokens/s  {stored:,.1f} MB stored")
@@ -150,15 +153,29 @@ def _committed(url: str, spec: StoreSpec) -> frozenset[str]:
         return reader.sample_ids()
 
 
-def capture_sample(target: Target, sample: PreparedSample, *, top_k: int | None = None) -> TargetStates:
-    """The target's states of one prepared sample. Raises InputError as Target.capture."""
-    mask = torch.from_numpy(np.array(sample.loss_mask))
-    return target.capture(
-        torch.from_numpy(np.array(sample.token_ids, dtype=np.int64)),
-        target_rows=target_rows(mask, [len(mask)]),
-        sample_id=sample.sample_id,
-        top_k=top_k,
-    )
+def capture_samples(
+    target: Target, samples: Sequence[PreparedSample], *, top_k: int | None = None
+) -> list[TargetStates]:
+    """The target's states of prepared samples, in one forward if the target packs. Raises InputError as
+    Target.capture."""
+    documents = []
+    for sample in samples:
+        mask = torch.from_numpy(np.array(sample.loss_mask))
+        token_ids = torch.from_numpy(np.array(sample.token_ids, dtype=np.int64))
+        documents.append(Document(token_ids, target_rows(mask, [len(mask)]), sample.sample_id))
+    return target.capture(documents, top_k=top_k)
+
+
+def _forwards(samples: Iterable[PreparedSample], most_tokens: int) -> Iterator[list[PreparedSample]]:
+    """The samples, in order, in lists of at most so many tokens; a longer one alone."""
+    together: list[PreparedSample] = []
+    for sample in samples:
+        if together and sum(len(one.token_ids) for one in together) + len(sample.token_ids) > most_tokens:
+            yield together
+            together = []
+        together.append(sample)
+    if together:
+        yield together
 
 
 def to_stored(sample: PreparedSample, states: TargetStates) -> Sample:

@@ -61,6 +61,13 @@ class Target(_Group):
     chat_template: str | None = Field(
         None, title="Chat template", description="Jinja file to use instead of the target's own template."
     )
+    pack_documents: Literal["auto", "always", "never"] = Field(
+        "auto",
+        title="Documents share forwards",
+        description="Several documents in one forward of the target, kept apart exactly. auto: on a GPU, unless "
+        "train.deterministic; it hides the launches of short documents, and a third of the bfloat16 values differ in "
+        "their last bit from those of a document alone.",
+    )
 
 
 class Data(_Group):

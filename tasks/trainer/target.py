@@ -1,7 +1,9 @@
 """The frozen target: capture of its hidden states, and decoding with a cache.
 
-The target always runs one unpadded document a forward. Batching or padding would be faster on short documents, but it
-changes a third of the bfloat16 values, and then online and offline runs no longer train on the same numbers.
+A forward is one unpadded document, or several that are kept apart exactly (target_packed.py): on a GPU, where short
+documents alone would leave it idle. Padding would change states and cost time; that packing changes a third of the
+bfloat16 values by their last bit is why a CPU and `train.deterministic` do without it: there, online and offline runs
+train on the same numbers.
 
 States are rounded to bfloat16 here, in one place, whether they go to a store or straight to the draft.
 """
@@ -9,6 +11,7 @@ States are rounded to bfloat16 here, in one place, whether they go to a store or
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tasks.trainer.config import Target as TargetChoice
 from tasks.trainer.errors import InputError
 from tasks.trainer.target_files import resolve, unpacked
+from tasks.trainer.target_packed import documents_apart, positions, why_not
 from tasks.trainer.target_text import check_aux_layer_ids, default_aux_layer_ids, files_dtype, load_text
 
 logger = logging.getLogger(__name__)
@@ -59,12 +63,27 @@ class TopTokens:
     ids: Tensor
     log_probabilities: Tensor
 
+    def split(self, num_rows: Sequence[int]) -> list[TopTokens]:
+        """The same rows in parts of so many."""
+        sizes = list(num_rows)
+        return list(map(TopTokens, self.ids.split(sizes), self.log_probabilities.split(sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What the target reads: token_ids int64 [T], and the rows int64 [R] that are soft targets, ascending."""
+
+    token_ids: Tensor
+    target_rows: Tensor
+    sample_id: str
+    """For errors."""
+
 
 class Target:
     """A decoder-only model of transformers, frozen, in eval mode.
 
     name: what the user wrote; hidden_size D; vocab_size V; num_layers L; aux_layer_ids; eos_token_ids: every id that
-    ends a turn; dtype: the type it computes in; fingerprint: see target_text.
+    ends a turn; dtype: the type it computes in; fingerprint: see target_text; packs: whether documents share forwards.
     """
 
     def __init__(
@@ -76,7 +95,9 @@ class Target:
         aux_layer_ids: Sequence[int] | None = None,
         eos_token_ids: Sequence[int] = (),
         fingerprint: str = "",
+        pack_documents: bool = False,
     ) -> None:
+        """pack_documents: let documents share forwards, if the model keeps them apart; what does not is logged."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -114,6 +135,12 @@ class Target:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._decoder: nn.Module = model.get_decoder()
         self._layers = decoder_layers(self._decoder, self.num_layers, name)
+        self.packs = pack_documents
+        if pack_documents and (
+            reason := why_not(self._decoder, config, vocab_size=self.vocab_size, device=self.device)
+        ):
+            logger.warning("target %s: one document a forward, for %s", name, reason)
+            self.packs = False
 
     @classmethod
     def load(
@@ -126,6 +153,7 @@ class Target:
         chat_template: str | None = None,
         revision: str | None = None,
         device: str = "cpu",
+        pack_documents: bool = False,
     ) -> Target:
         """Load a target: folder, .gguf, package:// file or hub id (see target_files.resolve).
 
@@ -155,11 +183,17 @@ class Target:
             aux_layer_ids=text.aux_layer_ids,
             eos_token_ids=text.eos_token_ids,
             fingerprint=text.fingerprint,
+            pack_documents=pack_documents,
         )
 
     @classmethod
-    def of(cls, chosen: TargetChoice, *, device: str, compute_dtype: str = "auto") -> Target:
-        """`load` as a run's config says."""
+    def of(
+        cls, chosen: TargetChoice, *, device: str, compute_dtype: str = "auto", deterministic: bool = False
+    ) -> Target:
+        """`load` as a run's config says. deterministic: pack_documents "auto" is never."""
+        packs = chosen.pack_documents == "always" or (
+            chosen.pack_documents == "auto" and device.startswith("cuda") and not deterministic
+        )
         return cls.load(
             chosen.model,
             dtype=chosen.dtype,
@@ -168,29 +202,53 @@ class Target:
             chat_template=chosen.chat_template,
             revision=chosen.revision,
             device=device,
+            pack_documents=packs,
         )
 
-    @torch.no_grad()
-    def capture(
-        self, token_ids: Tensor, *, target_rows: Tensor, sample_id: str, top_k: int | None = None
-    ) -> TargetStates:
-        """The states of one document, token_ids int64 [T].
+    def capture(self, documents: Sequence[Document], *, top_k: int | None = None) -> list[TargetStates]:
+        """The states of each document, in one forward where this target `packs`, else in one each.
 
-        target_rows int64 [R], ascending: the rows that are soft targets; only they go through the head. top_k: keep
-        that many tokens of each in place of last_hidden. Raises InputError with the sample's id on NaN or Inf.
+        Only target rows go through the head. top_k: keep that many tokens of each in place of last_hidden. Raises
+        InputError with the sample's id on NaN or Inf.
         """
+        if self.packs and len(documents) > 1:
+            return self._capture(documents, top_k=top_k)
+        return [states for document in documents for states in self._capture([document], top_k=top_k)]
+
+    @torch.no_grad()
+    def _capture(self, documents: Sequence[Document], *, top_k: int | None) -> list[TargetStates]:
+        """One forward."""
+        lengths = [len(document.token_ids) for document in documents]
+        first_rows = itertools.accumulate(lengths[:-1], initial=0)
+        token_ids = torch.cat([document.token_ids for document in documents])[None].to(self.device)
+        rows = torch.cat([one.target_rows + first for one, first in zip(documents, first_rows, strict=True)])
         with self._collect() as collected:
-            output = self._decoder(input_ids=token_ids[None].to(self.device), use_cache=False)
+            if len(documents) == 1:
+                output = self._decoder(input_ids=token_ids, use_cache=False)
+            else:
+                places = positions(lengths).to(self.device)
+                with documents_apart(self.config, lengths):
+                    output = self._decoder(input_ids=token_ids, position_ids=places, use_cache=False)
         aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1).to(torch.bfloat16)
-        last_hidden = output.last_hidden_state[0][target_rows.to(self.device)].to(torch.bfloat16)
-        for name, states in (("auxiliary hidden states", aux_hidden), ("last hidden state", last_hidden)):
-            if not torch.isfinite(states).all():
-                raise InputError(
-                    f"sample {sample_id}: the target's {name} hold NaN or Inf in {self.dtype}; try another "
-                    "target.dtype, or remove the sample"
-                )
+        last_hidden = output.last_hidden_state[0][rows.to(self.device)].to(torch.bfloat16)
         argmax, lse, top = head_statistics(last_hidden.to(self.dtype), self.head, top_k=top_k)
-        return TargetStates(aux_hidden, argmax, lse, last_hidden=None if top else last_hidden, top_k=top)
+        num_rows = [len(document.target_rows) for document in documents]
+        found = zip(
+            documents, aux_hidden.split(lengths), last_hidden.split(num_rows), argmax.split(num_rows),
+            lse.split(num_rows), top.split(num_rows) if top else [None] * len(documents), strict=True,
+        )  # fmt: skip
+        states = [TargetStates(aux, best, lse, None if top else last, top) for _, aux, last, best, lse, top in found]
+        # One wait for the device a forward, unless there is something to name.
+        if not (torch.isfinite(aux_hidden).all() & torch.isfinite(last_hidden).all()):
+            lasts = last_hidden.split(num_rows)
+            for document, aux, last in zip(documents, aux_hidden.split(lengths), lasts, strict=True):
+                for name, values in (("auxiliary hidden states", aux), ("last hidden state", last)):
+                    if not torch.isfinite(values).all():
+                        raise InputError(
+                            f"sample {document.sample_id}: the target's {name} hold NaN or Inf in {self.dtype}; try "
+                            "another target.dtype, or remove the sample"
+                        )
+        return states
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import pytest
 from storage.errors import StoreError
 from storage.reader import StoreReader
 from storage.writer import StoreWriter
-from tasks.trainer.capture import capture_sample, store_spec, to_stored
+from tasks.trainer.capture import capture_samples, store_spec, to_stored
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import run_stage
-from tasks.trainer.target import Target
+from tasks.trainer.target import Document, Target
 
 Values = Callable[..., dict[str, Any]]
 
@@ -101,15 +101,15 @@ def test_two_captures_share_the_work(recipe_values: Values, tmp_path: Path, monk
         computed: list[str] = []
         original = Target.capture
 
-        def counting(self: Target, token_ids: Any, *, sample_id: str, **options: Any) -> Any:
-            computed.append(sample_id)
-            return original(self, token_ids, sample_id=sample_id, **options)
+        def counting(self: Target, documents: Sequence[Document], **options: Any) -> Any:
+            computed.extend(document.sample_id for document in documents)
+            return original(self, documents, **options)
 
         def meanwhile(seconds: float) -> None:
             """The other writer does its part while ours sleeps."""
             monkeypatch.undo()
             for sample in theirs:
-                other.write(to_stored(sample, capture_sample(target, sample)))
+                other.write(to_stored(sample, capture_samples(target, [sample])[0]))
             other.flush()
 
         monkeypatch.setattr(Target, "capture", counting)
@@ -127,7 +127,7 @@ def test_other_encodings_are_captured(changes: dict[str, Any], recipe_values: Va
     run_stage("capture", run, silent)
     sample = PreparedData.open(run.train_data)[0]
     stored = reader(run).read(sample.sample_id)
-    states = to_stored(sample, capture_sample(Target.of(run.config().target, device="cpu"), sample, top_k=16))
+    states = to_stored(sample, capture_samples(Target.of(run.config().target, device="cpu"), [sample], top_k=16)[0])
     if changes["preset"] == "lossless":
         assert stored.top_k is None
         assert np.array_equal(stored.aux_hidden, states.aux_hidden)

@@ -16,7 +16,7 @@ from tasks.trainer.config import Target as TargetChoice
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.errors import InputError
-from tasks.trainer.target import Target
+from tasks.trainer.target import Document, Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_files import resolve
 from tasks.trainer.target_text import load_text
@@ -39,7 +39,7 @@ def test_capture_equals_transformers(tied: bool, tmp_path: Path) -> None:
     those of the full vocabulary."""
     target = load(write_target(tmp_path, tied=tied))
     rows = torch.tensor([0, 3, 4, len(IDS) - 1])
-    states = target.capture(IDS, target_rows=rows, sample_id="x")
+    [states] = target.capture([Document(IDS, rows, "x")])
     with torch.no_grad():
         output = target.model(IDS[None], output_hidden_states=True)
     expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.aux_layer_ids], -1)
@@ -59,7 +59,7 @@ def test_top_tokens_are_the_most_probable(target_folder: Path) -> None:
     state travels beside them."""
     target = load(target_folder)
     rows = torch.tensor([2, 5, 7])
-    states = target.capture(IDS, target_rows=rows, sample_id="x", top_k=20)
+    [states] = target.capture([Document(IDS, rows, "x")], top_k=20)
     with torch.no_grad():
         logits = target.model(IDS[None]).logits[0, rows].float()
     assert states.last_hidden is None
@@ -70,7 +70,7 @@ def test_top_tokens_are_the_most_probable(target_folder: Path) -> None:
     assert torch.equal(states.top_k.ids[:, 0], states.target_argmax)
     others = logits.scatter(1, states.top_k.ids.long(), float("-inf"))
     assert bool((others.max(-1).values <= logits.gather(1, states.top_k.ids.long()).min(-1).values).all())
-    none = target.capture(IDS, target_rows=torch.arange(0), sample_id="x", top_k=20)
+    [none] = target.capture([Document(IDS, torch.arange(0), "x")], top_k=20)
     assert none.top_k is not None
     assert none.top_k.ids.shape == (0, 20)
 
@@ -98,7 +98,7 @@ def test_capture_of_other_families(family: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**sizes, **ARCHITECTURES[family]})
     target = Target(AutoModelForCausalLM.from_config(config).to(torch.bfloat16), None, name=family)
-    states = target.capture(IDS, target_rows=torch.arange(len(IDS)), sample_id="x")
+    [states] = target.capture([Document(IDS, torch.arange(len(IDS)), "x")])
     with torch.no_grad():
         output = target.model(IDS[None], output_hidden_states=True)
     assert torch.equal(states.aux_hidden, torch.cat([output.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1))
@@ -178,7 +178,7 @@ def test_nan_is_refused_with_the_samples_id(target_folder: Path) -> None:
     target = load(target_folder)
     torch.nn.init.constant_(target.model.model.layers[3].mlp.down_proj.weight, float("nan"))
     with pytest.raises(InputError, match=r"sample 0123: .*NaN"):
-        target.capture(IDS, target_rows=torch.tensor([2]), sample_id="0123")
+        target.capture([Document(IDS, torch.tensor([2]), "0123")])
 
 
 def test_too_few_layers(tmp_path: Path) -> None:
@@ -264,3 +264,85 @@ def test_a_start_that_does_not_fit(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(InputError, match=r"gpt2.*draft\.start=random"):
         load_ends(choose(str(tmp_path / "gpt2")), device="cpu", with_last_layer=True)
+
+
+def family_target(family: str, **changes: object) -> Target:
+    """A small random model of transformers in float32, its documents packed."""
+    sizes = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
+        "pad_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**sizes, **ARCHITECTURES.get(family, {}), **changes})
+    return Target(AutoModelForCausalLM.from_config(config), None, name=family, pack_documents=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "gpt_neox"])
+def test_documents_that_share_a_forward_are_as_alone(family: str) -> None:
+    """Red when a document sees another one, its positions do not start at 0, or its rows come back as another's."""
+    target = family_target(family, sliding_window=None)
+    assert target.packs
+    documents = [
+        Document(IDS[:17], torch.tensor([3, 9]), "a"),
+        Document(IDS[5:6], torch.arange(0), "b"),
+        Document(IDS.flip(0), torch.tensor([0, 38]), "c"),
+    ]
+    for top_k in (None, 5):
+        together = target.capture(documents, top_k=top_k)
+        for document, states in zip(documents, together, strict=True):
+            [alone] = target.capture([document], top_k=top_k)
+            # Stored in bfloat16: a unit in the last place of values below 4.
+            torch.testing.assert_close(states.aux_hidden, alone.aux_hidden, atol=2**-6, rtol=2**-7)
+            torch.testing.assert_close(states.target_lse, alone.target_lse, atol=2e-2, rtol=0)
+            assert len(states.target_argmax) == len(document.target_rows)
+            if top_k is None:
+                torch.testing.assert_close(states.last_hidden, alone.last_hidden, atol=2**-6, rtol=2**-7)
+            else:
+                assert states.top_k is not None
+                assert alone.top_k is not None
+                torch.testing.assert_close(
+                    states.top_k.log_probabilities, alone.top_k.log_probabilities, atol=2e-2, rtol=0
+                )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mistral", {"sliding_window": 8}, "its attention takes sliding_window"),
+        ("gpt_oss", {}, "its attention takes s_aux"),
+        ("mamba", {"state_size": 8}, "with what lies before it"),
+        ("falcon_h1", {}, "with what lies before it"),
+    ],
+)
+def test_models_that_do_not_keep_documents_apart(
+    family: str, changes: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when windows, sinks or recurrent layers are taken for plain attention, or nobody is told."""
+    target = family_target(family, **changes)
+    assert not target.packs
+    assert f"target {family}: one document a forward, for " in caplog.text
+    assert reason in caplog.text
+
+
+def test_who_packs(target_folder: Path) -> None:
+    """Red when a CPU packs by itself, or a config's choice is not followed."""
+
+    def packs(choice: str, **options: bool) -> bool:
+        chosen = TargetChoice(model=str(target_folder), pack_documents=choice)  # type: ignore[arg-type]
+        return Target.of(chosen, device="cpu", **options).packs
+
+    assert not packs("auto")
+    assert packs("always", deterministic=True)
+
+
+def test_a_document_with_nan_is_named_among_others(target_folder: Path) -> None:
+    """Red when the error names another document of the forward."""
+    target = load(target_folder, pack_documents=True)
+    with torch.no_grad():
+        target.embedding[299] = float("nan")
+    with pytest.raises(InputError, match=r"sample 0123: the target's auxiliary hidden states hold NaN"):
+        target.capture([
+            Document(IDS[:5] * 0 + 7, torch.tensor([2]), "before"),
+            Document(IDS[:5] * 0 + 299, torch.tensor([2]), "0123"),
+        ])  # fmt: skip

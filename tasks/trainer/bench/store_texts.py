@@ -17,7 +17,7 @@ from tasks.trainer.data.mask import ChatRenderer
 from tasks.trainer.data.prepared import PreparedSample, make_samples
 from tasks.trainer.data.read import Conversation, Message, Refusals, read_conversations
 from tasks.trainer.data.regenerate import regenerate
-from tasks.trainer.target import Target
+from tasks.trainer.target import Document, Target
 
 TOP_K = 256
 _PROMPTS = Path(__file__).parents[3] / "flows" / "recipes" / "demo" / "prompts.jsonl"
@@ -101,8 +101,9 @@ def _capture(target: Target, prepared: PreparedSample) -> Captured:
     loss_mask = np.asarray(prepared.loss_mask, dtype=np.bool_)
     rows = torch.from_numpy(target_rows(loss_mask))
     ids = torch.from_numpy(token_ids.astype(np.int64))
-    states = target.capture(ids, target_rows=rows, sample_id=prepared.sample_id)
-    top = target.capture(ids, target_rows=rows, sample_id=prepared.sample_id, top_k=min(TOP_K, target.vocab_size)).top_k
+    document = [Document(ids, rows, prepared.sample_id)]
+    [states] = target.capture(document)
+    top = target.capture(document, top_k=min(TOP_K, target.vocab_size))[0].top_k
     assert states.last_hidden is not None
     assert top is not None
     sample = Sample(

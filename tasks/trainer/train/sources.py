@@ -20,7 +20,7 @@ from storage.encoding import EncodedSample, encode_sample, encoded_states
 from storage.reader import StoreReader
 from storage.schema import Sample
 from storage.writer import StoreWriter
-from tasks.trainer.capture import capture_sample, to_stored
+from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import Target
@@ -45,7 +45,7 @@ class StatesSource(Protocol):
 
 
 class OnlineSource:
-    """Runs the target on every sample, every time it is asked: no store, one forward."""
+    """Runs the target on every sample, every time it is asked: no store, one forward a pack if the target packs."""
 
     def __init__(self, target: Target, *, device: str = "cpu") -> None:
         self._target = target
@@ -59,7 +59,7 @@ class OnlineSource:
         yield from (ahead(made) if self._device.startswith("cuda") else made)
 
     def _batch(self, pack: Pack) -> Batch:
-        batch = assemble(pack, [capture_sample(self._target, sample) for sample in pack]).to(self._device)
+        batch = assemble(pack, capture_samples(self._target, pack)).to(self._device)
         self.traffic.h2d_bytes += batch.token_ids.nbytes
         return batch
 
@@ -134,7 +134,7 @@ class FillingSource:
         for sample in first:
             if self._writer.statistics is not None:
                 break
-            self._capture(sample)
+            list(self._capture([sample]))
         self._writer.flush()
         if self._writer.statistics is None:
             raise InputError(
@@ -160,22 +160,27 @@ class FillingSource:
             self._reader = StoreReader(self._url, self._writer.spec)
             known = self._reader.entries
         read = self._reader.prefetch((sample.sample_id, 0, None) for sample in pack if sample.sample_id in known)
-        return [next(read) if sample.sample_id in known else self._from_target(sample) for sample in pack]
+        given = self._from_target([sample for sample in pack if sample.sample_id not in known])
+        return [next(read) if sample.sample_id in known else next(given) for sample in pack]
 
-    def _from_target(self, sample: PreparedSample) -> EncodedSample:
+    def _from_target(self, samples: Sequence[PreparedSample]) -> Iterator[EncodedSample]:
         spec, statistics = self._writer.spec, self._writer.statistics
-        arrays = encode_sample(self._capture(sample), spec, statistics)
-        return encoded_states(arrays, sample_id=sample.sample_id, spec=spec, statistics=statistics)
+        for states in self._capture(samples):
+            arrays = encode_sample(states, spec, statistics)
+            yield encoded_states(arrays, sample_id=states.sample_id, spec=spec, statistics=statistics)
 
     def _was_committed(self, sample_id: str) -> bool:
         return sample_id in self._taken and sample_id in self._writer.committed()
 
-    def _capture(self, sample: PreparedSample) -> Sample:
-        states = to_stored(sample, capture_sample(self._target, sample, top_k=self._writer.spec.encoding.top_k))
-        self.captured_samples += 1
-        if self._writer.write(states):
-            self._taken.add(sample.sample_id)
-        return states
+    def _capture(self, samples: Sequence[PreparedSample]) -> Iterator[Sample]:
+        """The samples' states as stored, each written on its way."""
+        given = capture_samples(self._target, samples, top_k=self._writer.spec.encoding.top_k)
+        for sample, of_target in zip(samples, given, strict=True):
+            states = to_stored(sample, of_target)
+            self.captured_samples += 1
+            if self._writer.write(states):
+                self._taken.add(sample.sample_id)
+            yield states
 
 
 def ahead(items: Iterator[T]) -> Generator[T]:

@@ -93,7 +93,7 @@ def _states_source(
         with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
             yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9))
         return
-    target = Target.of(config.target, device=device)
+    target = Target.of(config.target, device=device, deterministic=config.train.deterministic)
     if states.store_url is None:
         yield OnlineSource(target, device=device)
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.trainer.acceptance.decode import generate
-from tasks.trainer.capture import capture_sample
+from tasks.trainer.capture import capture_samples
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
@@ -90,7 +90,7 @@ def trained(target: Target, prompts: list[Tensor]) -> Eagle3Draft:
         documents.append(torch.cat((prompt, torch.tensor(answer))))
         ids = documents[-1].numpy().astype(np.int32)
         samples.append(PreparedSample("tiny", ids, np.arange(len(ids)) >= len(prompt)))
-    batch = assemble(samples, [capture_sample(target, sample) for sample in samples])
+    batch = assemble(samples, capture_samples(target, samples))
     rows = count_rows(batch.loss_mask, batch.document_lengths, TTT_STEPS)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(150):

@@ -16,7 +16,7 @@ from storage.presets import PRESETS, Encoding
 from storage.reader import StoreReader
 from storage.schema import StoreSpec
 from storage.writer import StoreWriter
-from tasks.trainer.capture import capture_sample, to_stored
+from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample, sample_id
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.errors import InputError
@@ -65,7 +65,7 @@ def spec_of(target: Target, encoding: Encoding) -> StoreSpec:
 def fill(url: str, target: Target, encoding: Encoding, documents: list[PreparedSample]) -> None:
     with StoreWriter(url, spec_of(target, encoding)) as writer:
         for sample in documents:
-            writer.write(to_stored(sample, capture_sample(target, sample, top_k=encoding.top_k)))
+            writer.write(to_stored(sample, capture_samples(target, [sample], top_k=encoding.top_k)[0]))
 
 
 def assert_same(found: Batch, expected: Batch) -> None:
@@ -89,7 +89,7 @@ def test_online_batches_are_the_documents_one_after_another(target: Target) -> N
     assert [batch.document_lengths for batch in batches] == [(5, 90, 12), (2, 33), (64,)]
     for pack, batch in zip(PACKS, batches, strict=True):
         assert torch.equal(batch.target_rows, target_rows(batch.loss_mask, batch.document_lengths))
-        alone = [capture_sample(target, sample) for sample in pack]
+        alone = capture_samples(target, pack)
         assert torch.equal(batch.aux_hidden, torch.cat([states.aux_hidden for states in alone]))
         assert batch.last_hidden is not None
         assert torch.equal(batch.last_hidden, torch.cat([states.last_hidden for states in alone]))  # type: ignore[misc]
@@ -193,7 +193,7 @@ def test_lossy_filling_trains_on_the_round_trip(target: Target, tmp_path: Path) 
         batch = next(source.batches(PACKS))
         statistics = writer.statistics
         source.close()
-    trips = [round_trip(to_stored(s, capture_sample(target, s)), spec, statistics) for s in PACKS[0]]
+    trips = [round_trip(to_stored(s, capture_samples(target, [s])[0]), spec, statistics) for s in PACKS[0]]
     aux = np.concatenate([trip.aux_hidden.reshape(-1, 96) for trip in trips])
     assert np.array_equal(batch.aux_hidden.view(torch.int16).numpy().view(np.uint16), aux)
     exact = next(OnlineSource(target).batches(PACKS))
@@ -300,6 +300,6 @@ def test_the_online_source_runs_ahead_on_the_gpu(target_folder: Path) -> None:
         pytest.skip("needs a CUDA device, none is available")
     target = Target.load(str(target_folder), dtype="bfloat16", device="cuda")
     packs = [PACKS[number % 3] for number in range(30)]
-    alone = [[capture_sample(target, sample) for sample in pack] for pack in PACKS]
+    alone = [capture_samples(target, pack) for pack in PACKS]
     for number, batch in enumerate(OnlineSource(target, device="cuda").batches(packs)):
         assert torch.equal(batch.aux_hidden, torch.cat([states.aux_hidden for states in alone[number % 3]]))
