@@ -1,8 +1,9 @@
 """Where the target's hidden states come from, and how they are stored: the `hidden_states` group of the run config.
 
-Two modes are two tabs of the form. What both have (the store and its encoding) has the same keys, because Prefect's
-form carries the values of one tab over to the other: there they are seen. A preset is a starting point: every part can
-be set by hand, and what is left empty is the preset's.
+Three modes are three tabs of the form: online, offline, and auto, which leaves the choice between the two to the plan
+(plan.py). What they share (the store and its encoding) has the same keys, because Prefect's form carries the values of
+one tab over to the other: there they are seen. A preset is a starting point: every part can be set by hand, and what is
+left empty is the preset's.
 """
 
 from __future__ import annotations
@@ -176,12 +177,44 @@ class Offline(_Stored):
     )
 
 
-HiddenStates = Annotated[Online | Offline, Field(discriminator="mode")]
+class Auto(BaseModel):
+    """The plan chooses: online, or offline with a preset, whatever takes the least time and fits. The choice is made
+    once, after the data are prepared, and written into the run's config: a rerun takes the same one."""
+
+    model_config = ConfigDict(frozen=True, title="Auto")
+
+    mode: Literal["auto"] = Field("auto", title="Mode", json_schema_extra={"enum": ["auto"]})
+    store_url: str = Field(
+        "runs/store",
+        title="Store",
+        description="Folder or URL (s3://, gs://, file://, memory://) where the store lies if the plan takes offline.",
+    )
+    preset: Preset = Field(
+        "near",
+        title="Least exact preset",
+        description="The smallest store that the plan may choose; it takes the most exact one that fits.",
+    )
+    store_budget_gb: float | None = Field(
+        None,
+        gt=0.0,
+        title="Store budget (GB)",
+        description="Bytes that the run's samples may take in the store. Empty: nine tenths of what is free on a local "
+        "disk, no limit at a URL.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_sibling_keys(cls, values: Any) -> Any:
+        return _own_keys(cls, values)
 
 
-def stored_encoding(states: Online | Offline) -> Encoding | None:
-    """How the states that training reads are encoded; None when they come straight from the target."""
-    return None if states.store_url is None else states.encoding()
+HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode")]
+
+
+def stored_encoding(states: Online | Offline | Auto) -> Encoding | None:
+    """How the states that training reads are encoded; None when they come straight from the target, or the plan has yet
+    to decide."""
+    return None if isinstance(states, Auto) or states.store_url is None else states.encoding()
 
 
 def _own_keys(cls: type[BaseModel], values: Any) -> Any:
