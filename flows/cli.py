@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import os
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ if "PREFECT_HOME" in os.environ:
     Path(os.environ["PREFECT_HOME"]).expanduser().mkdir(parents=True, exist_ok=True)
 
 import tasks.trainer.cli
+from flows.mistakes import log_mistakes_as_one_line
 from storage.cli import app as store_app
 from storage.errors import StoreError
 from tasks.trainer.config_states import nearest
@@ -52,7 +52,7 @@ def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> Non
     from flows.train_draft import train_draft
 
     RunDir.create(config)  # what is wrong with it is said before a server starts
-    _log_mistakes_as_one_line()
+    log_mistakes_as_one_line()
     receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
     typer.echo(f"report: {receipt['report']}")
 
@@ -65,7 +65,7 @@ def demo(
     """Train a draft for a real small model, online and offline, and compare the two."""
     from flows.demo import run_demo
 
-    _log_mistakes_as_one_line()
+    log_mistakes_as_one_line()
     run_demo(run_dir, set_ or [])
 
 
@@ -80,21 +80,6 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this one: the
         typer.echo(files[name], nl=False)
     else:
         raise InputError(f"there is no recipe {name!r}{nearest(name, files)}")
-
-
-class _OneLine(logging.Filter):
-    """Prefect logs every exception of a flow with its traceback; a user's mistake needs none."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], InputError | StoreError | InterruptedError):
-            record.exc_info = None
-            record.exc_text = None
-        return True
-
-
-def _log_mistakes_as_one_line() -> None:
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_OneLine())
 
 
 def _check_kernels() -> None:

@@ -192,7 +192,9 @@ class Evaluate(_Group):
     """Acceptance measured by real speculative decoding on held-out prompts."""
 
     num_prompts: int = Field(64, ge=2, title="Prompts", description="Held-out prompts decoded.")
-    max_new_tokens: int = Field(128, ge=9, title="Longest answer (tokens)")
+    max_new_tokens: int = Field(
+        128, ge=9, title="Longest answer (tokens)", description="Where the decoding of a prompt stops."
+    )
     draft_tokens: int = Field(
         4, ge=1, le=32, title="Draft length", description="Tokens drafted in a chain before the target verifies."
     )
@@ -207,7 +209,9 @@ class Evaluate(_Group):
         title="Tie margin",
         description="For bfloat16 targets: how far below the maximum logit an emitted token may lie.",
     )
-    bootstrap_samples: int = Field(2000, ge=100, title="Bootstrap samples")
+    bootstrap_samples: int = Field(
+        2000, ge=100, title="Bootstrap samples", description="Resamplings of the prompts, for the intervals."
+    )
     seed: int = Field(0, ge=0, title="Seed", description="Of the bootstrap.")
 
 
@@ -223,8 +227,8 @@ class RunConfig(_Group):
     run_dir: str = Field(
         "runs/default",
         title="Run directory",
-        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves. {identity} stands for a hash of "
-        "the fields that decide the result: the same run again continues, another one gets a place of its own.",
+        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves. {identity} stands for a hash "
+        "of the fields that decide the result: the same run again continues, another one gets a place of its own.",
     )
     scratch_dir: str | None = Field(
         None,

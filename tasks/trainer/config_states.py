@@ -122,7 +122,9 @@ class Online(_Stored):
 
     model_config = ConfigDict(frozen=True, title="Online")
 
-    mode: Literal["online"] = Field("online", title="Mode", json_schema_extra={"enum": ["online"]})
+    mode: Literal["online"] = Field(
+        "online", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["online"]}
+    )
     store_url: str | None = Field(
         None,
         title="Store",
@@ -149,7 +151,9 @@ class Offline(_Stored):
 
     model_config = ConfigDict(frozen=True, title="Offline")
 
-    mode: Literal["offline"] = Field("offline", title="Mode", json_schema_extra={"enum": ["offline"]})
+    mode: Literal["offline"] = Field(
+        "offline", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["offline"]}
+    )
     store_url: str = Field(
         "runs/store",
         title="Store",
@@ -183,7 +187,9 @@ class Auto(BaseModel):
 
     model_config = ConfigDict(frozen=True, title="Auto")
 
-    mode: Literal["auto"] = Field("auto", title="Mode", json_schema_extra={"enum": ["auto"]})
+    mode: Literal["auto"] = Field(
+        "auto", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["auto"]}
+    )
     store_url: str = Field(
         "runs/store",
         title="Store",

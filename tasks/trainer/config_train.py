@@ -41,7 +41,7 @@ class Train(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: int = Field(10000, ge=1, title="Optimizer steps")
+    steps: int = Field(10000, ge=1, title="Optimizer steps", description="Length of the run, in updates of the draft.")
     ttt_steps: int = Field(7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K).")
     step_loss_decay: float = Field(
         0.8, gt=0.0, le=1.0, title="Step loss decay", description="Weight of TTT step k is decay^k / K."
@@ -66,7 +66,9 @@ class Train(BaseModel):
         description="Of the learning rate after the warm-up, by transformers' names. warmup_stable_decay holds it and "
         "decays over the last steps.",
     )
-    warmup_steps: int = Field(100, ge=0, title="Warm-up steps")
+    warmup_steps: int = Field(
+        100, ge=0, title="Warm-up steps", description="First steps, in which the learning rate rises to its highest."
+    )
     decay_steps: int | None = Field(
         None,
         ge=1,
@@ -91,7 +93,9 @@ class Train(BaseModel):
         description="Times that cosine_with_restarts starts again from the learning rate. Empty: 1.",
     )
     weight_decay: float = Field(0.0, ge=0.0, title="Weight decay", description="Of matrices; norms have none.")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), title="Adam betas")
+    adam_betas: tuple[float, float] = Field(
+        (0.9, 0.95), title="Adam betas", description="Decay of AdamW's first and second moment."
+    )
     muon_momentum: float | None = Field(
         None, ge=0.0, lt=1.0, title="Muon momentum", description="Nesterov's, of optimizer muon. Empty: 0.95."
     )
@@ -136,7 +140,9 @@ class Train(BaseModel):
         title="Data type",
         description="Type the draft computes in; masters are always float32. auto: as for the target.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", title="Device", description="auto: the GPU, where the worker has one."
+    )
     checkpointing: Literal["none", "mlp", "step"] = Field(
         "none",
         title="Activation checkpointing",
@@ -157,7 +163,9 @@ class Train(BaseModel):
     deterministic: bool = Field(
         False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
     )
-    checkpoint_every: int = Field(500, ge=1, title="Checkpoint every (steps)")
+    checkpoint_every: int = Field(
+        500, ge=1, title="Checkpoint every (steps)", description="What a run that is killed may lose, at most."
+    )
     keep_checkpoints: int = Field(
         2, ge=1, title="Checkpoints kept", description="The newest so many; the best by held-out tau is kept as well."
     )

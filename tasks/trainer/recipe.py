@@ -43,9 +43,20 @@ def load_config(values: Mapping[str, Any], *, where: str = "config") -> RunConfi
         if "mode" not in states:
             values = {**values, "hidden_states": {"mode": "online", **states}}
     try:
-        return RunConfig.model_validate(values)
+        return placed(RunConfig.model_validate(values))
     except ValidationError as error:
         raise InputError(f"{where}: " + "; ".join(sentences(error))) from None
+
+
+def config_from_form(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a flow's parameters: groups, or what the run form made of them.
+
+    The form carries keys of a tab that was open before; those are dropped. Raises InputError as load_config does.
+    """
+    try:
+        return placed(RunConfig.model_validate(values))
+    except ValidationError as error:
+        raise InputError("parameters: " + "; ".join(sentences(error))) from None
 
 
 def sentences(error: ValidationError, *, group: str = "", model: type[BaseModel] = RunConfig) -> list[str]:
