@@ -262,6 +262,11 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
         {
             "checkpoint_every",
             "keep_checkpoints",
+            # Who computes which pack of a step, not what the step is (beyond rounding).
+            "nproc",
+            "nnodes",
+            "sharding",
+            "rank_timeout",
             "checkpointing",
             "mlp_chunk_rows",
             "compile",

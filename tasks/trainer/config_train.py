@@ -52,7 +52,12 @@ class Train(BaseModel):
         title="Pack (tokens)",
         description="Whole documents are packed into rows of up to this length; longer ones: see data.long_documents.",
     )
-    grad_accumulation: int = Field(1, ge=1, title="Gradient accumulation", description="Packs per optimizer step.")
+    grad_accumulation: int = Field(
+        1,
+        ge=1,
+        title="Packs per step",
+        description="Packs of one optimizer step, over all ranks: the same step on any number of GPUs.",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
         title="Optimizer",
@@ -142,6 +147,32 @@ class Train(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", title="Device", description="auto: the GPU, where the worker has one."
+    )
+    nproc: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        title="Ranks a machine",
+        description="Processes, each with a GPU of its own (on a CPU: sharing it). auto: every GPU of the machine that "
+        "has a pack in each optimizer step (grad_accumulation counts the packs of all ranks).",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        title="Machines",
+        description="Each runs the stage with nproc ranks, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in its "
+        "environment, as for torchrun.",
+    )
+    sharding: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        title="Sharding",
+        description="Of several ranks. ddp: each holds the whole draft and optimizer. fsdp (FSDP2): each keeps its "
+        "share of masters, moments and gradients, 12 bytes a parameter divided by the ranks.",
+    )
+    rank_timeout: float = Field(
+        30.0,
+        ge=5.0,
+        title="Rank timeout (s)",
+        description="How long ranks wait for one that is behind before the run ends and names it. Raise it where one "
+        "pack, or one read of a slow store, takes longer.",
     )
     checkpointing: Literal["none", "mlp", "step"] = Field(
         "none",
