@@ -82,6 +82,53 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this one: the
         raise InputError(f"there is no recipe {name!r}{nearest(name, files)}")
 
 
+@app.command()
+def ui(
+    down: Annotated[
+        bool, typer.Option("--down", help="Stop the server and the worker that `eyas ui` started.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", help="Of the server, on 127.0.0.1.")] = 4200,
+    folder: Annotated[str, typer.Option("--folder", help="For logs and process ids.")] = "runs/ui",
+    prefect_file: Annotated[
+        str | None, typer.Option("--prefect-file", help="Deployments; deploy/prefect.yaml without.")
+    ] = None,
+) -> None:
+    """Start a Prefect server, a worker and the deployments on this machine, and print the URL.
+
+    Examples: eyas ui; eyas ui --port 4300; eyas ui --down
+    """
+    from flows import ui as local
+    from flows.deploy import DEPLOYMENTS
+
+    place = Path(folder).absolute()
+    deployments = Path(prefect_file).absolute() if prefect_file else DEPLOYMENTS
+    for line in local.down(place) if down else local.up(place, port=port, deployments=deployments):
+        typer.echo(line)
+
+
+@app.command()
+def deploy(
+    pool_limit: Annotated[
+        int | None, typer.Option("--pool-limit", min=1, help="Runs at once in the pool; a new pool gets 1.")
+    ] = None,
+    prefect_file: Annotated[
+        str | None, typer.Option("--prefect-file", help="Deployments; deploy/prefect.yaml without.")
+    ] = None,
+) -> None:
+    """Put work pool, automations and deployments on the Prefect server at PREFECT_API_URL; again changes what differs.
+
+    Example: PREFECT_API_URL=http://127.0.0.1:4200/api eyas deploy --pool-limit 2
+    """
+    from flows.deploy import DEPLOYMENTS
+    from flows.deploy import deploy as apply
+
+    if not os.environ.get("PREFECT_API_URL"):
+        raise InputError("PREFECT_API_URL is empty: name the server, or start one on this machine with `eyas ui`")
+    deployments = Path(prefect_file).absolute() if prefect_file else DEPLOYMENTS
+    for line in apply(pool_limit=pool_limit, deployments=deployments):
+        typer.echo(line)
+
+
 def _check_kernels() -> None:
     """`kernels` is also the name of a package on the registry, which would be imported in place of ours."""
     spec = importlib.util.find_spec("kernels")
