@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import target_rows
+from tasks.trainer.draft.context import ContextShare
 from tasks.trainer.target import TargetStates, TopTokens
 from tasks.trainer.train.packing import pack_documents
 
@@ -29,6 +30,9 @@ class Batch:
     token_ids int64 [T]; loss_mask bool [T], from which every index is made before the forward (draft/alignment.py);
     document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; target_rows int64 [R]: ascending rows of the pack. Of these:
     target_argmax int32 [R], target_lse float32 [R], and one of last_hidden bfloat16 [R, D] and top_k.
+
+    share: of a rank that shares its packs. Then aux_hidden is that of its L own rows, and the target rows are those
+    that its rows read, and few more; ids, mask and lengths are still the whole pack's.
     """
 
     sample_ids: tuple[str, ...]
@@ -41,6 +45,7 @@ class Batch:
     target_lse: Tensor
     last_hidden: Tensor | None = None
     top_k: TopTokens | None = None
+    share: ContextShare | None = None
 
     def to(self, device: str) -> Batch:
         """The same batch on another device."""
