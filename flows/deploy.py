@@ -48,7 +48,7 @@ def recipe_path(name: str) -> str:
     return name
 
 
-def recipe(recipe: str, run_dir: str, set: list[str] | None = None) -> dict[str, Any]:  # noqa: A002 - as in the YAML
+def recipe(recipe: str, run_dir: str, set: list[str] | None = None) -> dict[str, Any]:
     """Step of prefect.yaml: a recipe's groups, with every default written out.
 
     run_dir may hold {identity}, which is for each run to fill. Raises InputError as `eyas config` does.

@@ -55,7 +55,7 @@ def train_draft(
     Args:
         target (Target): The frozen model the draft learns to predict.
         hidden_states (HiddenStates): Where the target's hidden states come from. Online: the target runs beside the
-            draft. Offline: captured once into a store, which training reads.
+            draft. Offline: captured once into a store, which training reads. Auto: what the plan recommends.
         train (Train): Optimisation, and the choices that trade memory for speed.
         data (Data): Conversations, and how they are cut and regenerated.
         evaluate (Evaluate): Acceptance, measured by real speculative decoding on held-out prompts.

@@ -61,7 +61,7 @@ def up(folder: Path, *, port: int = PORT, deployments: Path = DEPLOYMENTS) -> It
     if not _running(folder / "worker.json"):
         _start(folder, "worker", ["worker", "start", "--pool", POOL, "--name", "local", "--limit", "1"], env)
     yield f"worker: pool {POOL}, one run at once (log: {folder / 'worker.log'})"
-    yield f"open {url}/deployments"
+    yield f"open {url}/v2/deployments"
 
 
 def down(folder: Path) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _start(folder: Path, name: str, arguments: list[str], env: Mapping[str, str]
             env=dict(env),
             start_new_session=True,
             # A shell's background jobs ignore SIGINT, and Prefect passes its first SIGTERM on as one.
-            preexec_fn=_listen_to_interrupts,  # noqa: PLW1509 - no threads of ours yet
+            preexec_fn=_listen_to_interrupts,
         )
     record = {"pid": process.pid, "started": _started(process.pid)}
     (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")

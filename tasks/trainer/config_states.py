@@ -13,7 +13,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from storage.codecs import CodecName
 from storage.errors import StoreError
@@ -26,10 +27,18 @@ assert set(get_args(Preset)) == set(PRESETS)
 _PARTS = tuple(field.name for field in dataclasses.fields(Encoding))
 
 
+def _form_order(schema: dict[str, Any]) -> None:
+    """The form's order: where the store lies and how much of it there may be, what it keeps, the rest, the mode last."""
+    first = ("store_url", "store_budget_gb", "on_missing", "preset")
+    for place, (name, field) in enumerate(schema["properties"].items()):
+        field["position"] = first.index(name) if name in first else len(first) + place
+    schema["properties"]["mode"]["position"] = 100
+
+
 class _Stored(BaseModel):
     """What both modes know of a store."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_extra=_form_order)
 
     preset: Preset = Field(
         "near",
@@ -185,7 +194,7 @@ class Auto(BaseModel):
     """The plan chooses: online, or offline with a preset, whatever takes the least time and fits. The choice is made
     once, after the data are prepared, and written into the run's config: a rerun takes the same one."""
 
-    model_config = ConfigDict(frozen=True, title="Auto")
+    model_config = ConfigDict(frozen=True, title="Auto", json_schema_extra=_form_order)
 
     mode: Literal["auto"] = Field(
         "auto", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["auto"]}
@@ -214,7 +223,18 @@ class Auto(BaseModel):
         return _own_keys(cls, values)
 
 
-HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode")]
+class _Tabs:
+    """In the schema, the modes as `anyOf`: both of Prefect's user interfaces draw that as tabs, but only one of them
+    does so for pydantic's `oneOf`. The modes' names exclude each other, so the two mean the same."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        schema["anyOf"] = schema.pop("oneOf")
+        schema.pop("discriminator")
+        return schema
+
+
+HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode"), _Tabs()]
 
 
 def stored_encoding(states: Online | Offline | Auto) -> Encoding | None:
