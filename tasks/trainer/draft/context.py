@@ -7,7 +7,7 @@ Of a TTT step only attention looks at other rows, and of these at their step-0 k
 projects, attends, computes the MLP and the head for its own rows; the step-0 keys and values of all rows are gathered
 once a layer, used by all K steps, and their gradients, summed over the steps, go back to the owners once. Everything
 else is local: a diagonal block is the row's own, token ids and masks of the whole pack are on every rank, and the soft
-targets that the later steps read past a piece's end come with the batch (`window`).
+targets that the later steps read past a piece's end come with the batch (`Part.stop`).
 
 The price against a ring that passes blocks on: every rank holds the keys and values of the whole pack and their
 gradients, 4 G Dh elements a token (8 KB with 8 heads of 128 in bfloat16, and for moments as much again). A ring would
@@ -45,12 +45,27 @@ _WHOLE_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A range of own rows, in one document."""
+
+    document: int
+    """The document's number in the pack."""
+    start: int
+    """First row, counted from the document's first."""
+    end: int
+    """One past the last row."""
+    stop: int
+    """One past the last token that the rows read: TTT step k reads x[p+1+k] and predicts the next."""
+
+
+@dataclass(frozen=True, slots=True)
 class ContextShare:
-    """Which rows of one pack each rank of a context group owns, and which rank this is. Same for all but `rank`."""
+    """Which rows of one pack each rank of a context group owns, and which rank this is."""
 
     rows: tuple[Ranges, ...]
     """Of each rank; together every row once."""
     rank: int
+    ttt_steps: int
 
     @property
     def own(self) -> Ranges:
@@ -61,6 +76,33 @@ class ContextShare:
     def own_rows(self) -> Tensor:
         """int64 [L], ascending."""
         return indices(self.own)
+
+    def parts(self, document_lengths: Sequence[int]) -> list[Part]:
+        """The own ranges by document. A rank without rows has one part without rows: states of some shape."""
+        bounds = list(pairwise(accumulate(document_lengths, initial=0)))
+        found, number = [], 0
+        for start, end in self.own or ((0, 0),):
+            while bounds[number][1] <= start:
+                number += 1
+            first, last = bounds[number]
+            assert end <= last, "a range of own rows crosses a document's end"
+            stop = min(end + self.ttt_steps + 1, last)
+            found.append(Part(number, start - first, end - first, stop - first))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a run's packs are shared."""
+
+    rank: int
+    num_ranks: int
+    ttt_steps: int
+
+    def of(self, loss_mask: Tensor, document_lengths: Sequence[int]) -> ContextShare:
+        """This rank's share of a pack. loss_mask bool [T] on the host."""
+        rows = split_pack(loss_mask, document_lengths, ttt_steps=self.ttt_steps, num_ranks=self.num_ranks)
+        return ContextShare(rows, self.rank, self.ttt_steps)
 
 
 def indices(ranges: Iterable[tuple[int, int]]) -> Tensor:
@@ -139,23 +181,6 @@ def _joined(ranges: Sequence[tuple[int, int]], document_starts: set[int]) -> Ran
             start, _ = joined.pop()
         joined.append((start, end))
     return tuple(joined)
-
-
-def window(own: tuple[int, int], document: tuple[int, int], ttt_steps: int) -> tuple[int, int]:
-    """The tokens that a range of own rows reads, a range, too: TTT step k reads token p+1+k, and predicts the next."""
-    return own[0], min(own[1] + ttt_steps + 1, document[1])
-
-
-def documents_of(own: Ranges, document_lengths: Sequence[int]) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """(number of the document, its rows, the range) of each range."""
-    bounds = list(pairwise(accumulate(document_lengths, initial=0)))
-    found, number = [], 0
-    for start, end in own:
-        while bounds[number][1] <= start:
-            number += 1
-        assert end <= bounds[number][1], "a range of own rows crosses a document's end"
-        found.append((number, bounds[number], (start, end)))
-    return found
 
 
 def own_rows_only(
