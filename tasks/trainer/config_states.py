@@ -28,7 +28,7 @@ _PARTS = tuple(field.name for field in dataclasses.fields(Encoding))
 
 
 def _form_order(schema: dict[str, Any]) -> None:
-    """The form's order: where the store lies and how much of it there may be, what it keeps, the rest, the mode last."""
+    """The form's order: where the store lies and how much there may be, what it keeps, the rest, the mode last."""
     first = ("store_url", "store_budget_gb", "on_missing", "preset")
     for place, (name, field) in enumerate(schema["properties"].items()):
         field["position"] = first.index(name) if name in first else len(first) + place
