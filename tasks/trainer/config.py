@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tasks.trainer.config_schema import limits_beside
 from tasks.trainer.config_states import Auto, HiddenStates, Offline, Online, stored_encoding
 from tasks.trainer.config_train import DType, Train
 from tasks.trainer.parent import parent_digest
@@ -35,7 +36,7 @@ __all__ = [
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=limits_beside)
 
 
 class Target(_Group):

@@ -13,12 +13,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage.codecs import CodecName
 from storage.errors import StoreError
 from storage.presets import PRESETS, Encoding
+from tasks.trainer.config_schema import Tabs, mode_form
 
 Preset = Literal["lossless", "near", "compact", "small", "tiny"]
 assert set(get_args(Preset)) == set(PRESETS)
@@ -27,18 +27,10 @@ assert set(get_args(Preset)) == set(PRESETS)
 _PARTS = tuple(field.name for field in dataclasses.fields(Encoding))
 
 
-def _form_order(schema: dict[str, Any]) -> None:
-    """The form's order: where the store lies and how much there may be, what it keeps, the rest, the mode last."""
-    first = ("store_url", "store_budget_gb", "on_missing", "preset")
-    for place, (name, field) in enumerate(schema["properties"].items()):
-        field["position"] = first.index(name) if name in first else len(first) + place
-    schema["properties"]["mode"]["position"] = 100
-
-
 class _Stored(BaseModel):
     """What both modes know of a store."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra=_form_order)
+    model_config = ConfigDict(frozen=True, json_schema_extra=mode_form)
 
     preset: Preset = Field(
         "near",
@@ -194,7 +186,7 @@ class Auto(BaseModel):
     """The plan chooses: online, or offline with a preset, whatever takes the least time and fits. The choice is made
     once, after the data are prepared, and written into the run's config: a rerun takes the same one."""
 
-    model_config = ConfigDict(frozen=True, title="Auto", json_schema_extra=_form_order)
+    model_config = ConfigDict(frozen=True, title="Auto", json_schema_extra=mode_form)
 
     mode: Literal["auto"] = Field(
         "auto", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["auto"]}
@@ -223,18 +215,7 @@ class Auto(BaseModel):
         return _own_keys(cls, values)
 
 
-class _Tabs:
-    """In the schema, the modes as `anyOf`: both of Prefect's user interfaces draw that as tabs, but only one of them
-    does so for pydantic's `oneOf`. The modes' names exclude each other, so the two mean the same."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = handler(core)
-        schema["anyOf"] = schema.pop("oneOf")
-        schema.pop("discriminator")
-        return schema
-
-
-HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode"), _Tabs()]
+HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode"), Tabs()]
 
 
 def stored_encoding(states: Online | Offline | Auto) -> Encoding | None:

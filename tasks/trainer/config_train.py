@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tasks.trainer.config_schema import limits_beside
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 Schedule = Literal[
@@ -39,7 +41,7 @@ _SCHEDULE_FIELDS: Mapping[str, tuple[Schedule, ...]] = {
 class Train(BaseModel):
     """Optimisation, and the choices that trade memory for speed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=limits_beside)
 
     steps: int = Field(10000, ge=1, title="Optimizer steps", description="Length of the run, in updates of the draft.")
     ttt_steps: int = Field(7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K).")
