@@ -1,9 +1,10 @@
 """What the run form needs of the config's JSON schema, and pydantic does not give.
 
-Prefect's server checks a form against the schema before a run starts, and says what it finds in the schema's own words.
-Inside an alternative (`anyOf`: a number or nothing, this mode or that) these words are "not valid under any of the given
-schemas", of a whole group. So limits stand beside the alternatives here, not inside: they bind the same values, for a
-limit says nothing of null, and the answer names the one field and its limit. Pydantic's own checks stay as they are.
+Prefect's server checks a form against the schema before a run starts, and says what it finds in the schema's own
+words. Inside an alternative (`anyOf`: a number or nothing, this mode or that) these words are "not valid under any of
+the given schemas", of a whole group. So limits stand beside the alternatives here, not inside: they bind the same
+values, for a limit says nothing of null, and the answer names the one field and its limit. Pydantic's own checks stay
+as they are.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def mode_form(schema: dict[str, Any]) -> None:
 class Tabs:
     """Annotation of a union discriminated by `mode`: one tab of the form each.
 
-    As `anyOf`, which both of Prefect's interfaces draw as tabs; one of them does not so for pydantic's `oneOf`. Limits go
-    out of the modes into a chain of `if mode is this then`, whose errors name the field.
+    As `anyOf`, which both of Prefect's interfaces draw as tabs; one of them does not so for pydantic's `oneOf`. Limits
+    go out of the modes into a chain of `if mode is this then`, whose errors name the field.
     """
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
