@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -50,6 +51,22 @@ class JudgedSet:
     """Of them, how many answers are not the target's own."""
 
 
+def judged_sets(document: Mapping[str, Any]) -> dict[str, JudgedSet]:
+    """The sets of a judgement.json (nightly/judge.py)."""
+
+    def prompt_counts(count: Mapping[str, Any]) -> PromptCounts:
+        return PromptCounts(count["num_tokens"], count["num_forwards"], tuple(count["tried"]), tuple(count["accepted"]))
+
+    return {
+        name: JudgedSet(
+            {who: [prompt_counts(count) for count in counts] for who, counts in judged["counts"].items()},
+            judged["num_prompts"],
+            judged["num_lossy"],
+        )
+        for name, judged in document["sets"].items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What the gate says."""
@@ -79,7 +96,8 @@ def compare(
 
 def decide(sets: Mapping[str, JudgedSet], settings: Nightly, *, samples: int, seed: int) -> Decision:
     """Judge a night. sets: `fixed` and `recent`; without counts of a champion, the floor of a first night decides."""
-    failed, passed = [], []
+    failed: list[str] = []
+    passed: list[str] = []
     lossy = sum(judged.num_lossy for judged in sets.values())
     decoded = sum(judged.num_prompts for judged in sets.values())
     (failed if lossy else passed).append(
