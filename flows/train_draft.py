@@ -23,7 +23,7 @@ from tasks.export import export
 from tasks.prepare import prepare
 from tasks.report import report
 from tasks.train import train as train_task
-from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Offline, Online, Target, Train
+from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Offline, Online, RunConfig, Target, Train
 from tasks.trainer.recipe import config_from_form
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import finished, stages_of
@@ -82,10 +82,7 @@ def train_draft(
     )
     run = RunDir.create(config)
     where = str(run.root)
-    # What lies in memory:// lives and dies with one process, so all stages must share this one.
-    in_process = config.run_dir.startswith("memory:") or (
-        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
-    )
+    in_process = runs_in_process(config)
     logger = get_run_logger()
     for stage in stages_of(config):
         if finished(stage, config, run):
@@ -93,6 +90,13 @@ def train_draft(
         else:
             receipt = NODES[stage](where, in_process=in_process)
     return receipt
+
+
+def runs_in_process(config: RunConfig) -> bool:
+    """Whether all stages must share this process: what lies in memory:// lives and dies with it."""
+    return config.run_dir.startswith("memory:") or (
+        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
+    )
 
 
 if __name__ == "__main__":

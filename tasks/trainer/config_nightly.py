@@ -7,6 +7,7 @@ as the form is drawn from it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Online, RunConfig, Target, Train
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import load_config, read_values, sentences
+
+logger = logging.getLogger(__name__)
 
 
 class Nightly(BaseModel):
@@ -143,9 +146,10 @@ def load_nightly(values: Mapping[str, Any], *, where: str = "config") -> Nightly
     """Validate a nightly recipe as strictly as a run's. Raises InputError, a line for each fault."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: expected a mapping of groups (target, data, ...), got {type(values).__name__}")
-    rest = {name: value for name, value in values.items() if name != "nightly"}
-    if "run_dir" in rest:
-        raise InputError(f"{where}: run_dir is of a single run; nights lie in nightly.home, remove run_dir")
+    rest = {name: value for name, value in values.items() if name not in ("nightly", "run_dir")}
+    if "run_dir" in values:
+        logger.warning("%s: run_dir=%r is of a single run and is not used; nights lie in nightly.home", where,
+                       values["run_dir"])  # fmt: skip
     run = load_config(rest, where=where)
     try:
         nightly = Nightly.model_validate(values.get("nightly", {}))
@@ -155,7 +159,15 @@ def load_nightly(values: Mapping[str, Any], *, where: str = "config") -> Nightly
     try:
         return NightlyConfig(**groups, nightly=nightly)
     except ValidationError as error:
-        raise InputError(f"{where}: " + "; ".join(sentences(error))) from None
+        raise InputError(f"{where}: " + "; ".join(sentences(error, model=NightlyConfig))) from None
+
+
+def nightly_from_form(values: Mapping[str, Any]) -> NightlyConfig:
+    """Validate the flow's parameters, as recipe.config_from_form does for a run's. Raises InputError."""
+    try:
+        return NightlyConfig.model_validate(values)
+    except ValidationError as error:
+        raise InputError("parameters: " + "; ".join(sentences(error, model=NightlyConfig))) from None
 
 
 def read_nightly(path: str, overrides: Sequence[str] = (), *, home: str | None = None) -> NightlyConfig:

@@ -71,6 +71,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Discovery:
+    """What a start of the flow has to do."""
+
+    plan: Plan | None
+    """The night; None when there is nothing to do."""
+    message: str
+    """One sentence on it."""
+    counts: Mapping[str, int]
+    """Files, conversations, and what became of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """How a night ended."""
 
@@ -120,6 +132,11 @@ class Home:
             raise InputError(f"nightly.home={self.place.url!r} cannot be written: {error.strerror}") from None
         with hold(self.scratch, self.place, name="nightly.home", patience=patience) as lease:
             yield replace(self, lease=lease)
+
+    @property
+    def name(self) -> str:
+        """The last part of its place, for people."""
+        return self.place.path.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def champion(self) -> Champion:

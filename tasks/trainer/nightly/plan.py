@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from tasks.trainer.champion import History
@@ -26,25 +25,13 @@ from tasks.trainer.nightly.discover import (
     sort,
     write_night,
 )
-from tasks.trainer.nightly.home import FIXED, RECENT, SEEN, TRAIN, TRAINED, VALIDATION, Home, Plan, Verdict
+from tasks.trainer.nightly.home import FIXED, RECENT, SEEN, TRAIN, TRAINED, VALIDATION, Discovery, Home, Plan, Verdict
 from tasks.trainer.target_text import load_text, pick_device
 
 logger = logging.getLogger(__name__)
 
 # What of the nightly group decides the data; the rest is about judging and keeping.
 _OF_DATA = ("replay", "recent_heldout", "num_prompts", "first_steps")
-
-
-@dataclass(frozen=True, slots=True)
-class Discovery:
-    """What a start of the flow has to do."""
-
-    plan: Plan | None
-    """The night; None when there is nothing to do."""
-    message: str
-    """One sentence on it."""
-    counts: dict[str, int]
-    """Files, conversations, and what became of them."""
 
 
 def discover(config: NightlyConfig, home: Home) -> Discovery:
