@@ -267,6 +267,7 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
             "nproc",
             "nnodes",
             "sharding",
+            "context_parallel",
             "rank_timeout",
             "checkpointing",
             "mlp_chunk_rows",

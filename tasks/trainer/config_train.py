@@ -169,6 +169,13 @@ class Train(BaseModel):
         description="Of several ranks. ddp: each holds the whole draft and optimizer. fsdp (FSDP2): each keeps its "
         "share of masters, moments and gradients, 12 bytes a parameter divided by the ranks.",
     )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        title="Ranks a pack",
+        description="Ranks that share each pack along its tokens, for contexts that one GPU cannot train. 1: each rank "
+        "trains packs of its own.",
+    )
     rank_timeout: float = Field(
         30.0,
         ge=5.0,

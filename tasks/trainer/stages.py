@@ -1,8 +1,9 @@
 """The stages of a run, each a function of (config, run directory, progress) that returns its receipt.
 
 `python -m tasks.trainer.stages STAGE RUN_DIR` runs one as a process of its own: its CUDA memory is freed when it ends,
-a retry starts clean. Where it has several ranks, that process is torchrun's launcher (ranks.py). It speaks JSON lines on stdout (progress, log, receipt, error) and
-exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or 1.
+a retry starts clean. Where it has several ranks, that process is torchrun's launcher (ranks.py). It speaks JSON lines
+on stdout (progress, log, receipt, error) and exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or
+1.
 """
 
 from __future__ import annotations

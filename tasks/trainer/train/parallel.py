@@ -30,7 +30,7 @@ from torch import Tensor
 from tasks.trainer.errors import InputError
 
 # How long the start may take: other ranks may still download the target.
-_START_PATIENCE = timedelta(minutes=30)
+START_PATIENCE = timedelta(minutes=30)
 
 
 class RankLost(RuntimeError):
@@ -61,7 +61,7 @@ class Layout:
     """This rank's context group; None when it is alone there."""
     host_group: dist.ProcessGroup | None = None
     """All ranks by gloo, for tensors on the CPU; None for one rank."""
-    patience: timedelta = timedelta(seconds=45)
+    patience: timedelta = timedelta(seconds=30)
     """How long a rank waits for the others."""
 
     @property
@@ -81,7 +81,7 @@ def split_ranks(world_size: int, rank: int, context_size: int) -> tuple[int, int
 
 
 @contextmanager
-def joined(*, device: str, context_size: int = 1, patience_s: float = 45.0) -> Iterator[Layout]:
+def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> Iterator[Layout]:
     """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment);
     one rank alone joins nobody.
 
@@ -98,36 +98,37 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 45.0) -> I
     on_gpu = device == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        timeout=patience,
+        timeout=2 * patience,  # ranks meet on the host before: only a device that hangs runs into this
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
-    try:
-        host_group = dist.new_group(backend="gloo", timeout=patience)
-        context_group = None
-        if context_size > 1:
-            for first in range(0, world_size, context_size):
-                members = list(range(first, first + context_size))
-                group = dist.new_group(members, timeout=patience)  # every rank takes part in making each of them
-                if rank in members:
-                    context_group = group
-        layout = Layout(
-            rank, world_size, local_rank, device, data_rank, data_size, context_rank, context_size,
-            context_group, host_group, patience,
-        )  # fmt: skip
-        meet(layout, "the start", patience=_START_PATIENCE)
-        yield layout
-    finally:
-        dist.destroy_process_group()
+    host_group = dist.new_group(backend="gloo", timeout=patience)
+    context_group = None
+    if context_size > 1:
+        for first in range(0, world_size, context_size):
+            members = list(range(first, first + context_size))
+            group = dist.new_group(members, timeout=patience)  # every rank takes part in making each of them
+            if rank in members:
+                context_group = group
+    layout = Layout(
+        rank, world_size, local_rank, device, data_rank, data_size, context_rank, context_size,
+        context_group, host_group, patience,
+    )  # fmt: skip
+    meet(layout, "the start", patience=START_PATIENCE)
+    yield layout
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
 
 
 def meet(layout: Layout, what: str, *, patience: timedelta | None = None) -> None:
     """Wait until every rank is here. what: where that is, for the error. Raises RankLost, which names who is not."""
     if layout.host_group is None:
         return
+    patience = patience or layout.patience
+    seconds = patience.total_seconds()
     try:
-        dist.monitored_barrier(layout.host_group, timeout=patience or layout.patience, wait_all_ranks=True)
+        # The first one knows who is missing; the others wait a little longer, so that it can say so.
+        timeout = patience if layout.is_first else patience + timedelta(seconds=5)
+        dist.monitored_barrier(layout.host_group, timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        seconds = (patience or layout.patience).total_seconds()
         reason = str(error).splitlines()[0]
         raise RankLost(
             f"rank {layout.rank} waited {seconds:.0f} s at most at {what}, and another rank did not come: {reason}"
@@ -149,7 +150,7 @@ def from_first(layout: Layout, value: Any, what: str) -> Any:
     """Rank 0's value on every rank; plain JSON, so that nothing is unpickled. Others give anything."""
     if layout.host_group is None:
         return value
-    meet(layout, what, patience=_START_PATIENCE)
+    meet(layout, what, patience=START_PATIENCE)
     text = json.dumps(value).encode() if layout.is_first else b""
     size = torch.tensor([len(text)])
     dist.broadcast(size, 0, group=layout.host_group)
@@ -180,10 +181,10 @@ def first_on_machine(layout: Layout) -> Iterator[None]:
     """The block runs on one rank of each machine first, then on its others: the first one downloads a model and reads
     it from disk, the others find it in the page cache."""
     if layout.local_rank:
-        meet(layout, "the target's files", patience=_START_PATIENCE)
+        meet(layout, "the target's files", patience=START_PATIENCE)
     yield
     if not layout.local_rank:
-        meet(layout, "the target's files", patience=_START_PATIENCE)
+        meet(layout, "the target's files", patience=START_PATIENCE)
 
 
 def sum_gradients(layout: Layout, gradients: list[Tensor]) -> None:
