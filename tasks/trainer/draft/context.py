@@ -1,7 +1,7 @@
 """Context parallelism: several ranks share one pack, each computes rows of its own.
 
-    one document, 2 ranks    [ 0 | 1 | 1 | 0 ]      pieces of equal cost, dealt out there and back: who has cheap early
-                                                    rows, with few keys before them, has dear late ones, too
+    one document, 2 ranks    [  0  |  1  | 1 | 0 ]    pieces of equal cost; late ones are shorter, for their rows have
+                                                      more keys. Dealt out there and back, rows are even as well
 
 Of a TTT step only attention looks at other rows, and of these at their step-0 keys and values alone. So a rank fuses,
 projects, attends, computes the MLP and the head for its own rows; the step-0 keys and values of all rows are gathered
@@ -125,19 +125,19 @@ def split_pack(
     active[indices(active_runs(counts, document_lengths))] = 1
     bounds = list(pairwise(accumulate(document_lengths, initial=0)))
     costs = [_costs(active[start:end], ttt_steps) for start, end in bounds]
-    totals = [int(linear.sum() + pairs.sum()) for linear, pairs in costs]
+    totals = [int(cost.sum()) for cost in costs]
     load = [0] * num_ranks
     owned: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     whole = []
     least = 2 * num_ranks * (ttt_steps + 1)
-    for (start, end), (linear, pairs), total in zip(bounds, costs, totals, strict=True):
+    for (start, end), cost, total in zip(bounds, costs, totals, strict=True):
         if end - start < least or total * num_ranks * _WHOLE_PART <= sum(totals):
             whole.append((total, start, end))
             continue
-        pieces = list(pairwise(_cut(linear, 2 * num_ranks, min_rows=ttt_steps + 1)))
+        pieces = list(pairwise(_cut(cost, 2 * num_ranks, min_rows=ttt_steps + 1)))
         for number, (first, last) in enumerate(pieces):
             rank = min(number, 2 * num_ranks - 1 - number)
-            load[rank] += int(linear[first:last].sum() + pairs[first:last].sum())
+            load[rank] += int(cost[first:last].sum())
             owned[rank].append((start + first, start + last))
     for total, start, end in sorted(whole, key=lambda document: (-document[0], document[1])):
         rank = min(range(num_ranks), key=lambda number: (load[number], number))
@@ -146,10 +146,10 @@ def split_pack(
     return tuple(_joined(sorted(ranges), {start for start, _ in bounds}) for ranges in owned)
 
 
-def _costs(active: Tensor, ttt_steps: int) -> tuple[Tensor, Tensor]:
-    """What the rows of one document cost, int64 [T] each: everything but attention, and attention."""
-    pairs = ttt_steps * active * torch.arange(1, active.shape[0] + 1)
-    return _ROW_PAIRS * (1 + _STEP_ROWS * ttt_steps * active), pairs
+def _costs(active: Tensor, ttt_steps: int) -> Tensor:
+    """What the rows of one document cost, int64 [T]."""
+    of_step = _STEP_ROWS * _ROW_PAIRS + torch.arange(1, active.shape[0] + 1)
+    return _ROW_PAIRS + ttt_steps * active * of_step
 
 
 def _cut(cost: Tensor, num_pieces: int, *, min_rows: int) -> list[int]:
@@ -158,12 +158,11 @@ def _cut(cost: Tensor, num_pieces: int, *, min_rows: int) -> list[int]:
     A rank's soft targets reach ttt_steps rows past its pieces, which must not run into the rank's next piece. Bounds of
     long pieces are multiples of what the attention kernels compute at once (kernels/attention_plan.py).
     """
-    length = cost.shape[0]
-    piece_rows = length // num_pieces
-    grain = next((grain for grain in (512, 128) if piece_rows >= 16 * grain), 1)
-    summed = cost.cumsum(0)
-    due = int(summed[-1]) * torch.arange(1, num_pieces) // num_pieces
-    bounds = (torch.searchsorted(summed, due).add(grain // 2) // grain * grain).tolist()
+    length, summed = cost.shape[0], cost.cumsum(0)
+    due = torch.searchsorted(summed, int(summed[-1]) * torch.arange(1, num_pieces) // num_pieces)
+    shortest = int(torch.cat([torch.tensor([0]), due, torch.tensor([length])]).diff().min())
+    grain = next((grain for grain in (512, 128) if shortest >= 16 * grain), 1)
+    bounds = (due.add(grain // 2) // grain * grain).tolist()
     least = -(-min_rows // grain) * grain
     for number in range(len(bounds)):
         bounds[number] = max(bounds[number], least + (bounds[number - 1] if number else 0))
