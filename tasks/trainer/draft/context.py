@@ -1,7 +1,7 @@
 """Context parallelism: several ranks share one pack, each computes rows of its own.
 
-    one document, 2 ranks    [  0  |  1  | 1 | 0 ]    pieces of equal cost; late ones are shorter, for their rows have
-                                                      more keys. Dealt out there and back, rows are even as well
+    one document, 2 ranks    [ 0 | 1 | 1 | 0 ]      pieces dealt out there and back: who has early rows, with few keys
+                                                    before them, has late ones, too
 
 Of a TTT step only attention looks at other rows, and of these at their step-0 keys and values alone. So a rank fuses,
 projects, attends, computes the MLP and the head for its own rows; the step-0 keys and values of all rows are gathered
@@ -42,6 +42,8 @@ _ROW_PAIRS = 8192
 _STEP_ROWS = 5
 # A document of less than this part of a rank's share stays whole: where it goes evens out what cutting leaves.
 _WHOLE_PART = 8
+# A rank may have so much more to compute than the mean.
+_EVEN_COST = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,9 @@ def split_pack(
         if end - start < least or total * num_ranks * _WHOLE_PART <= sum(totals):
             whole.append((total, start, end))
             continue
-        pieces = list(pairwise(_cut(cost, 2 * num_ranks, min_rows=ttt_steps + 1)))
-        for number, (first, last) in enumerate(pieces):
-            rank = min(number, 2 * num_ranks - 1 - number)
-            load[rank] += int(cost[first:last].sum())
-            owned[rank].append((start + first, start + last))
+        for rank, pieces in enumerate(_deal(active[start:end], cost, num_ranks, ttt_steps)):
+            load[rank] += sum(int(cost[first:last].sum()) for first, last in pieces)
+            owned[rank] += [(start + first, start + last) for first, last in pieces]
     for total, start, end in sorted(whole, key=lambda document: (-document[0], document[1])):
         rank = min(range(num_ranks), key=lambda number: (load[number], number))
         load[rank] += total
@@ -148,8 +148,27 @@ def split_pack(
 
 def _costs(active: Tensor, ttt_steps: int) -> Tensor:
     """What the rows of one document cost, int64 [T]."""
-    of_step = _STEP_ROWS * _ROW_PAIRS + torch.arange(1, active.shape[0] + 1)
-    return _ROW_PAIRS + ttt_steps * active * of_step
+    return _linear_costs(active, ttt_steps) + ttt_steps * active * torch.arange(1, active.shape[0] + 1)
+
+
+def _linear_costs(active: Tensor, ttt_steps: int) -> Tensor:
+    """All but attention, which is about what the rows take in memory, too."""
+    return _ROW_PAIRS * (1 + _STEP_ROWS * ttt_steps * active)
+
+
+def _deal(active: Tensor, cost: Tensor, num_ranks: int, ttt_steps: int) -> list[list[tuple[int, int]]]:
+    """Each rank's two pieces of one document.
+
+    Pieces of one linear cost give memory evenly, and attention, too, where active rows lie evenly. Where they do not (a
+    long prompt, a short answer), pieces are of one cost in all.
+    """
+    for evenly in (_linear_costs(active, ttt_steps), cost):
+        pieces = list(pairwise(_cut(evenly, 2 * num_ranks, min_rows=ttt_steps + 1)))
+        dealt = [[pieces[rank], pieces[-1 - rank]] for rank in range(num_ranks)]
+        totals = [sum(int(cost[first:last].sum()) for first, last in of_rank) for of_rank in dealt]
+        if max(totals) * num_ranks <= _EVEN_COST * sum(totals):
+            break
+    return dealt
 
 
 def _cut(cost: Tensor, num_pieces: int, *, min_rows: int) -> list[int]:
