@@ -46,6 +46,8 @@ def up(folder: Path, *, port: int = PORT, deployments: Path = DEPLOYMENTS) -> It
         "PREFECT_SERVER_API_HOST": HOST,
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # SQLite lets one write at a time; on a busy machine the default of 10 s is answered with "Service Unavailable".
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")])),
     }

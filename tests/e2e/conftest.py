@@ -152,7 +152,7 @@ def tiny_prefect_file(folder: Path, target: Path) -> Path:
                     states = {"mode": mode, **({"store_url": "runs/store"} if mode == "offline" else {})}
                     path = folder / f"{entry['name']}.yaml"
                     path.write_text(yaml.safe_dump({**recipe, "hidden_states": states}))
-                    inputs.update(recipe=str(path), set=[])
+                    inputs.update(recipe=str(path), set=[], run_dir="runs/{identity}")
     path = folder / "prefect.yaml"
     path.write_text(yaml.safe_dump(deployments))
     return path
