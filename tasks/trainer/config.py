@@ -243,6 +243,12 @@ class RunConfig(_Group):
             raise ValueError(
                 "data.heldout_fraction=0 without data.heldout_source leaves nothing to evaluate on; set one of them"
             )
+        if self.train.context_parallel > 1 and isinstance(self.hidden_states, Online) and self.hidden_states.store_url:
+            raise ValueError(
+                f"train.context_parallel={self.train.context_parallel}: ranks that share a pack would each write it to "
+                "hidden_states.store_url; use hidden_states.mode=offline, which fills the store first, or leave "
+                "store_url out"
+            )
         encoding = stored_encoding(self.hidden_states)
         if encoding is not None and encoding.last == "topk":
             why = f"soft targets are the top {encoding.top_k} tokens (hidden_states.last=topk)"

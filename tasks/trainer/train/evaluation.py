@@ -66,7 +66,12 @@ class HeldOut:
                 ttt_steps=self._settings.ttt_steps,
                 step_loss_decay=self._settings.step_loss_decay,
                 # Nothing compiled: the training step's graphs are for gradients.
-                computation=evaluation_computation(device=layout.device, dtype=dtype, head_dim=draft.config.head_dim),
+                computation=evaluation_computation(
+                    device=layout.device,
+                    dtype=dtype,
+                    head_dim=draft.config.head_dim,
+                    context_group=layout.context_group,
+                ),
                 progress=progress,
                 layout=layout,
             )

@@ -85,7 +85,9 @@ def train(
     """
     settings, layout = config.train, layout or Layout(device=device)
     check_ranks(settings, layout)
-    computation = choose_computation(settings, device=device, dtype=dtype, head_dim=draft.config.head_dim)
+    computation = choose_computation(
+        settings, device=device, dtype=dtype, head_dim=draft.config.head_dim, context_group=layout.context_group
+    )
     identity = run_identity(config, data.data_hash)
     if layout.is_first:
         found = checkpoint.load_latest(run.checkpoints, identity=identity, data_hash=data.data_hash)
@@ -158,17 +160,13 @@ def train(
                         traffic = dataclasses.replace(source.traffic)
                         waited = 0.0
                         begin_step(draft)
-                        rounds = max(map(len, dealt))
-                        for left in range(rounds, 0, -1):
-                            meet(layout, f"pack {rounds - left + 1} of step {step + 1}")
-                            if left > len(own):
-                                continue  # in the rounds that this rank has no pack for, others have theirs
+                        for last in rounds_of(dealt, layout, step=step + 1):
                             asked = time.monotonic()
                             batch = next(batches)
                             waited += time.monotonic() - asked
                             train_pack(
                                 draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective,
-                                last=left == 1,
+                                last=last,
                             )  # fmt: skip
                         summary = sums.over(layout, f"the sums of step {step + 1}").summary()
                         step_tokens = sum(len(sample.token_ids) for pack in samples for sample in pack)
@@ -285,6 +283,19 @@ def agree(layout: Layout, rows: Tensor, *, step: int) -> tuple[Tensor, bool]:
     asked = torch.tensor([int(stop.asked)])
     total = sum_on_host(layout, torch.cat([rows, asked]), f"the start of step {step}")
     return total[:-1], bool(total[-1])
+
+
+def rounds_of(dealt: Sequence[Sequence[int]], layout: Layout, *, step: int) -> Iterator[bool]:
+    """This rank's passes of a step: whether each is its last. The ranks meet before every round.
+
+    A rank with fewer packs than others sits out the first rounds: its last pass, which may sum gradients with theirs,
+    is in the last one.
+    """
+    rounds = max(map(len, dealt))
+    for left in range(rounds, 0, -1):
+        meet(layout, f"pack {rounds - left + 1} of step {step}")
+        if left <= len(dealt[layout.data_rank]):
+            yield left == 1
 
 
 def weights_of_rows(rows: Tensor, decay: float) -> list[float]:

@@ -19,6 +19,7 @@ from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
+from tasks.trainer.draft.context import Sharing
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
@@ -94,16 +95,20 @@ def _states_source(
 ) -> Iterator[StatesSource]:
     """What the config's hidden_states chooses."""
     states, device = config.hidden_states, layout.device
+    sharing = None
+    if layout.context_size > 1:
+        sharing = Sharing(layout.context_rank, layout.context_size, config.train.ttt_steps)
     if isinstance(states, Offline):
         cache = states.cache_dir and ShardCache(Path(states.cache_dir), budget=int(states.cache_gb * 1e9))
         with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
-            yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9))
+            yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9), sharing=sharing)
         return
     with first_on_machine(layout):
         target = Target.of(config.target, device=device, deterministic=config.train.deterministic)
     if states.store_url is None:
-        yield OnlineSource(target, device=device)
+        yield OnlineSource(target, device=device, sharing=sharing)
         return
+    assert sharing is None, "the config refuses packs that are shared and stored"
     budget = None if states.store_budget_gb is None else int(states.store_budget_gb * 1e9)
     spec = store_spec(config, prepared)
     if not layout.is_first:
