@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import tasks.trainer.cli
 from flows.mistakes import log_mistakes_as_one_line
 from storage.cli import app as store_app
 from storage.errors import StoreError
+from tasks.trainer.config_nightly import read_nightly
 from tasks.trainer.config_states import nearest
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import read_config
@@ -55,6 +57,31 @@ def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> Non
     log_mistakes_as_one_line()
     receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
     typer.echo(f"report: {receipt['report']}")
+
+
+@app.command()
+def nightly(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe with a `nightly` group; data.source is a glob.")],
+    set_: Set = None,
+    home: Annotated[str | None, typer.Option("--home", help="In place of nightly.home.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What came out, as one JSON object.")] = False,
+) -> None:
+    """Retrain on conversations that are new, and promote the draft if it is better (the nightly-retrain flow).
+
+    Exit code 0 whether it was promoted or not; the last line says which.
+    Examples: eyas nightly RECIPE.yaml --home s3://models/qwen3-8b; eyas nightly RECIPE.yaml --set nightly.replay=0.3
+    """
+    config = read_nightly(recipe, set_ or [], home=home)
+    from flows.nightly import nightly_retrain
+
+    result = nightly_retrain(**{name: getattr(config, name) for name in type(config).model_fields})
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for reason in result["reasons"]:
+        typer.echo(f"* {reason}")
+    night = "no night" if result["night"] is None else f"night {result['night']}"
+    typer.echo(f"{night}: {result['outcome'].replace('_', ' ')}")
 
 
 @app.command()

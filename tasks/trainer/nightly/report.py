@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.trainer.champion import Entry, History
+from tasks.trainer.champion import History
 from tasks.trainer.config_nightly import NightlyConfig
 from tasks.trainer.nightly.home import Home, Plan, Verdict
 
@@ -56,13 +56,6 @@ def quiet_markdown(config: NightlyConfig, home: Home, message: str, counts: Mapp
     parts = ["# No night", f"{message[0].upper()}{message[1:]}.", _table(["", ""], rows)]
     parts += ["## Champion", _champion(home, home.champion.history()), f"Source: `{config.data.source}`"]
     return "\n\n".join(parts) + "\n"
-
-
-def entry_line(entry: Entry, *, is_current: bool) -> str:
-    """One line on a draft of the history."""
-    taus = ", ".join(f"{name} {found['tau']:.3f}" for name, found in entry.figures.items())
-    mark = "champion" if is_current else "        "
-    return f"{entry.number:>4}  {mark}  {entry.promoted_at}  night {entry.night}  tau: {taus}  {entry.digest}"
 
 
 def _new(plan: Plan) -> list[list[str]]:
