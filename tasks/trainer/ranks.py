@@ -158,7 +158,7 @@ def work(stage: str, run_dir: str) -> dict[str, Any] | None:
     assert prepared is not None, "prepare comes first"
     device: str = prepared["device"]
     if device == "cuda":
-        _see_own_gpu()
+        see_own_gpu()
     from tasks.trainer.train.parallel import START_PATIENCE, joined, meet
 
     settings = config.train
@@ -171,8 +171,8 @@ def work(stage: str, run_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def _see_own_gpu() -> None:
-    """Hide the other ranks' GPUs, before torch looks."""
+def see_own_gpu() -> None:
+    """Hide the other ranks' GPUs; to be called before CUDA is used."""
     local_rank = int(os.environ["LOCAL_RANK"])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)

@@ -1,4 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store, store-*, codec-quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own: step, ranks, store, store-*, codec-quality."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from kernels.bench.errors import BenchError
 from kernels.bench.runner import Bench, Journal, Pool
 from storage.errors import StoreError
 from tasks.trainer.bench import packed as packed_work
+from tasks.trainer.bench import ranks as ranks_work
 from tasks.trainer.bench import step as step_work
 from tasks.trainer.bench import store as store_work
 from tasks.trainer.files import write_json
@@ -45,6 +46,7 @@ def mount(app: typer.Typer) -> None:
     app.command("store-goals")(store_work.print_goals)
     app.command("store-plot")(store_work.store_plot)
     app.command()(codec_quality)
+    app.command()(ranks)
 
 
 def step(
@@ -115,6 +117,34 @@ def store_step(
                 f"{row.stored_mb:,.1f}",
             )  # fmt: skip
     Console(stderr=True).print(table)
+
+
+def ranks(
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="The most ranks; every number up to it is taken.")] = 2,
+    variants: Annotated[
+        str, typer.Option("--variants", help="online, offline, context, separated by commas.")
+    ] = "online,offline,context",
+    target: Annotated[str, typer.Option("--target", help="Shape: qwen3-8b, qwen3-4b or qwen3-1.7b.")] = "qwen3-8b",
+    pack_tokens: Annotated[int, typer.Option("--pack-tokens", min=8, help="Tokens of a pack.")] = 8192,
+    packs: Annotated[int, typer.Option("--packs", min=1, help="Packs of a rank in a step.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a turn.")] = 4,
+    out: Out = results.RESULTS,
+    rounds: Rounds = 2,
+    try_: Try = False,
+    device: Device = "cuda",
+    tiny: Tiny = False,
+) -> None:
+    """Training throughput of 1 to n ranks of this machine, online and offline; a context shared by ranks."""
+    chosen = [variant.strip() for variant in variants.split(",")]
+    unknown = [variant for variant in chosen if variant not in ranks_work.VARIANTS]
+    if unknown:
+        raise BenchError(f"--variants {','.join(unknown)} is unknown: use {', '.join(ranks_work.VARIANTS)}")
+    settings = ranks_work.settings_of(
+        target=target, pack_tokens=pack_tokens, packs=packs, steps=steps, rounds=rounds, device=device, tiny=tiny
+    )
+    journal = Journal.open(out, record=not try_)
+    for line in ranks_work.describe(ranks_work.measure(journal, settings, variants=chosen, nproc=nproc)):
+        journal.say(line)
 
 
 def codec_quality(

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,12 @@ logger = logging.getLogger(__name__)
 
 # Settings of the first rank alone: who shows the run, and what is watched.
 _OF_FIRST_RANK: Mapping[str, Any] = {"trackers": (), "profile": (), "memory_snapshot": ()}
+
+
+class Samples(Protocol):
+    """Samples by number."""
+
+    def __getitem__(self, number: int, /) -> PreparedSample: ...
 
 
 def run_identity(config: RunConfig, data_hash: str) -> str:
@@ -267,7 +273,7 @@ def check_ranks(settings: Train, layout: Layout) -> None:
         )
 
 
-def count_step_rows(data: PreparedData, packs: Sequence[Sequence[int]], ttt_steps: int) -> Tensor:
+def count_step_rows(data: Samples, packs: Sequence[Sequence[int]], ttt_steps: int) -> Tensor:
     """N_k of packs, int64 [K]. It needs the masks only, so it is known before the first forward."""
     rows = torch.zeros(ttt_steps, dtype=torch.int64)
     for pack in packs:

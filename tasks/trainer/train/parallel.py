@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,8 @@ class Layout:
     """This rank's context group; None when it is alone there."""
     host_group: dist.ProcessGroup | None = None
     """All ranks by gloo, for tensors on the CPU; None for one rank."""
+    device_group: dist.ProcessGroup | None = None
+    """All ranks, for tensors on the device; None for the default group."""
     patience: timedelta = timedelta(seconds=30)
     """How long a rank waits for the others."""
 
@@ -111,11 +113,25 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> I
                 context_group = group
     layout = Layout(
         rank, world_size, local_rank, device, data_rank, data_size, context_rank, context_size,
-        context_group, host_group, patience,
+        context_group, host_group, patience=patience,
     )  # fmt: skip
     meet(layout, "the start", patience=START_PATIENCE)
     yield layout
     dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
+
+
+def among_first(layout: Layout, count: int) -> Layout | None:
+    """This rank among the first `count` alone, without context groups; None when it is not one of them. All ranks must
+    come: for measuring fewer ranks than were started."""
+    assert layout.context_size == 1
+    members = list(range(count))
+    host_group = dist.new_group(members, backend="gloo", timeout=layout.patience)
+    device_group = dist.new_group(members, timeout=2 * layout.patience)
+    if layout.rank >= count:
+        return None
+    if count == 1:
+        return Layout(device=layout.device)
+    return replace(layout, world_size=count, data_size=count, host_group=host_group, device_group=device_group)
 
 
 def meet(layout: Layout, what: str, *, patience: timedelta | None = None) -> None:
@@ -193,4 +209,4 @@ def sum_gradients(layout: Layout, gradients: list[Tensor]) -> None:
         return
     meet(layout, "the gradients")
     for gradient in gradients:
-        dist.all_reduce(gradient)
+        dist.all_reduce(gradient, group=layout.device_group)
