@@ -1,4 +1,4 @@
-"""One rank of `eyas bench ranks` (see `ranks`), for torchrun: `python -m tasks.trainer.bench.ranks_case SETTINGS FOUND`."""
+"""One rank of `eyas bench ranks` (see `ranks`): torchrun's `-m tasks.trainer.bench.ranks_case SETTINGS FOUND`."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
