@@ -37,11 +37,12 @@ def night_markdown(config: NightlyConfig, home: Home, plan: Plan, verdict: Verdi
     if verdict.figures:
         parts += [
             _table(
-                ["on, against", "tau", "tau of the other", "difference", "at least", "prompts"],
+                ["on, against", "tau", "tau of the other", "difference", "at least", "by chance", "prompts"],
                 [_row(name, found) for name, found in verdict.figures.items()],
             ),
             f"Chains of {config.evaluate.draft_tokens} greedy tokens; paired bootstrap over prompts, one-sided, "
-            f"{1 - settings.significance:.0%} confidence. Promoted is what is lossless, on the fixed set not worse by "
+            f"{1 - settings.significance:.0%} confidence; by chance: how often the difference is as large when the two "
+            f"change places in each prompt at random. Promoted is what is lossless, on the fixed set not worse by "
             f"{settings.tolerance:.0%} of the champion's tau, and on recent data better.",
         ]
     else:
@@ -94,6 +95,7 @@ def _row(name: str, found: Mapping[str, Any]) -> list[str]:
         f"{found['other']:.3f}",
         f"{found['tau'] - found['other']:+.3f}",
         f"{found['low']:+.3f}",
+        f"{found['chance']:.2g}",
         f"{found['num_prompts']:,}",
     ]
 
