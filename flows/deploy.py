@@ -25,6 +25,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 from pydantic import ValidationError
 
+from tasks.trainer.config_nightly import read_nightly
 from tasks.trainer.config_states import nearest
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import read_config
@@ -57,6 +58,12 @@ def recipe(recipe: str, run_dir: str, set: list[str] | None = None) -> dict[str,
     return {**config.model_dump(mode="json"), "run_dir": run_dir}
 
 
+def nightly_recipe(recipe: str, home: str, set: list[str] | None = None) -> dict[str, Any]:
+    """Step of prefect.yaml: as `recipe`, with the nightly group, for nightly-retrain. Raises InputError."""
+    dumped: dict[str, Any] = read_nightly(recipe_path(recipe), set or [], home=home).model_dump(mode="json")
+    return dumped
+
+
 def version() -> dict[str, str]:
     """Step of prefect.yaml: `version`, of git where this is a checkout, else the package's."""
     git = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--tags"]
@@ -74,6 +81,7 @@ def environment() -> dict[str, str]:
         "EYAS_HOME": str(HOME),
         "EYAS_WORKDIR": workdir,
         "EYAS_DATA": "conversations.jsonl",
+        "EYAS_HELDOUT": "heldout.jsonl",
         "EYAS_STORE": "runs/store",
         "EYAS_RUNS": "runs",
     }

@@ -145,14 +145,16 @@ def tiny_prefect_file(folder: Path, target: Path) -> Path:
     }  # fmt: skip
     deployments = yaml.safe_load((HOME / "deploy" / "prefect.yaml").read_text())
     for entry in deployments["deployments"]:
+        mode = "offline" if entry["name"] in ("offline", "nightly") else "online"
+        states = {"mode": mode, **({"store_url": "runs/store"} if mode == "offline" else {})}
+        path = folder / f"{entry['name']}.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "hidden_states": states}))
         for step in entry["build"]:
-            for name, inputs in step.items():
-                if name == "flows.deploy.recipe":
-                    mode = "offline" if entry["name"] == "offline" else "online"
-                    states = {"mode": mode, **({"store_url": "runs/store"} if mode == "offline" else {})}
-                    path = folder / f"{entry['name']}.yaml"
-                    path.write_text(yaml.safe_dump({**recipe, "hidden_states": states}))
-                    inputs.update(recipe=str(path), set=[], run_dir="runs/{identity}")
+            if "flows.deploy.recipe" in step:
+                step["flows.deploy.recipe"].update(recipe=str(path), set=[], run_dir="runs/{identity}")
+            elif "flows.deploy.nightly_recipe" in step:
+                heldout = write_conversations(folder / "heldout.jsonl", 20, seed=7)
+                step["flows.deploy.nightly_recipe"].update(recipe=str(path), set=[f"data.heldout_source={heldout}"])
     path = folder / "prefect.yaml"
     path.write_text(yaml.safe_dump(deployments))
     return path

@@ -92,7 +92,7 @@ def test_the_form_shows_title_unit_and_help_of_every_option(page: Page, server: 
     """Red when an option of the open tab or of a group has no title of its own, or no help, on the page."""
     open_form(page, server, "offline")
     schema = server.deployment("offline")["parameter_openapi_schema"]
-    text = page.inner_text("body").partition("\nParameters\n")[2]
+    text = page.inner_text("body").partition("\nParameters")[2]
     groups = ("Target", "Offline", "Train", "Data", "Evaluate", "Draft")
     for group in groups:
         for name, field in schema["definitions"][group]["properties"].items():

@@ -12,11 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage.inventory import opened
-from tests.e2e.conftest import Server, trainers, wait_for
+import pytest
 
-# As many steps as no run of these tests reaches: it ends when it is stopped.
-LONG = 1_000_000
+from tests.e2e.conftest import Server, eyas, trainers, wait_for
+
+# As many steps as no run of these tests reaches: it ends when it is stopped, and nothing before that saves it.
+LONG = {"steps": 1_000_000, "evaluate_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def _no_run_is_left(server: Server) -> Iterator[None]:
+    """Cancels what a failed test leaves behind: the pool has one place."""
+    yield
+    under_way = {"flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}}}
+    for run in server.call("/flow_runs/filter", under_way):
+        if run["state_name"] != "Scheduled" or not run["auto_scheduled"]:
+            server.call(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
 
 
 def steps_of(run_dir: Path) -> int:
@@ -47,8 +58,8 @@ def run_folder(server: Server, run: str) -> Path | None:
 
 
 def test_a_cancelled_run_saves_a_checkpoint_and_a_rerun_continues(server: Server) -> None:
-    """Red when cancelling leaves the trainer alive after 15 s, saves nothing, or the rerun starts from the first step."""
-    run = server.start("online", train={"steps": LONG, "seed": 1})
+    """Red when a cancelled run's trainer lives on, saves nothing, or the rerun starts from the first step."""
+    run = server.start("online", train={**LONG, "seed": 1})
     run_dir = started(server, run)
     assert checkpoint_of(run_dir) == 0
     cancelled = time.monotonic()
@@ -59,7 +70,7 @@ def test_a_cancelled_run_saves_a_checkpoint_and_a_rerun_continues(server: Server
     assert server.wait(run, "CANCELLED", seconds=60)
     saved = checkpoint_of(run_dir)
     assert saved > 20, f"no checkpoint {time.monotonic() - cancelled:.0f} s after cancelling"
-    again = server.start("online", train={"steps": LONG, "seed": 1})
+    again = server.start("online", train={**LONG, "seed": 1})
     wait_for(lambda: steps_of(run_dir) > saved, 120, "the rerun to go on")
     assert run_folder(server, again) == run_dir
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -95,7 +106,7 @@ def test_a_killed_worker_leaves_no_trainer_and_its_run_is_crashed(server: Server
     """Red when the trainer outlives its worker by 60 s, the automation does not mark the run as crashed, or the place
     in the pool stays taken."""
     local = json.loads((server.folder / "worker.json").read_text())["pid"]
-    run = server.start("online", train={"steps": LONG, "seed": 2})
+    run = server.start("online", train={**LONG, "seed": 2})
     run_dir = started(server, run)
     os.kill(local, signal.SIGKILL)
     wait_for(lambda: not trainers(run_dir), 60, "the trainer gone")
@@ -103,13 +114,11 @@ def test_a_killed_worker_leaves_no_trainer_and_its_run_is_crashed(server: Server
     server.wait(run, "CRASHED", seconds=200)
     assert "heartbeat" in server.state(run)["message"]
     # `eyas ui` again starts what is missing; the place is free, for the next run starts.
-    from tests.e2e.conftest import eyas
-
     port = server.url.rpartition(":")[2]
     prefect_file = server.folder / "prefect.yaml"
     eyas("ui", "--port", port, "--folder", str(server.folder), "--prefect-file", str(prefect_file),
          cwd=server.folder, environment=server.environment)  # fmt: skip
-    again = server.start("online", train={"steps": LONG, "seed": 2})
+    again = server.start("online", train={**LONG, "seed": 2})
     server.wait(again, "RUNNING", seconds=60)
     saved = checkpoint_of(run_dir)
     wait_for(lambda: steps_of(run_dir) > saved, 120, "the rerun to go on")
