@@ -40,7 +40,16 @@ TARGETS = tuple(_DEEP)
 
 
 def settings_of(
-    *, target: str, pack_tokens: int, packs: int, steps: int, rounds: int, device: str, tiny: bool
+    *,
+    target: str,
+    pack_tokens: int,
+    packs: int,
+    steps: int,
+    rounds: int,
+    device: str,
+    tiny: bool,
+    context_tokens: int = 32768,
+    context_checkpointing: str = "none",
 ) -> dict[str, Any]:
     """What the ranks are told. Raises BenchError for an unknown target."""
     if target not in _DEEP:
@@ -56,11 +65,15 @@ def settings_of(
         "packs": packs,
         "steps": steps,
         "rounds": rounds,
+        "context_tokens": 128 if tiny else context_tokens,
+        "context_checkpointing": context_checkpointing,
     }
 
 
 def measure(journal: Journal, settings: Mapping[str, Any], *, variants: Sequence[str], nproc: int) -> list[Row]:
     """Start nproc ranks, take every variant at 1 .. nproc of them, record the rows. Raises BenchError if one fails."""
+    if "context" in variants and nproc == 1:
+        raise BenchError("--variants context takes several ranks: use --nproc 2 or more, or leave it out")
     with tempfile.TemporaryDirectory(prefix="eyas-ranks-") as folder:
         told, found = Path(folder, "settings.json"), Path(folder, "found.json")
         told.write_text(json.dumps({**settings, "variants": list(variants), "folder": folder}), encoding="utf-8")
@@ -106,11 +119,14 @@ def _row(journal: Journal, settings: Mapping[str, Any], report: Mapping[str, Any
 
 
 def describe(rows: Sequence[Row]) -> list[str]:
-    """A line a row: tokens/s, and how much more than one rank's."""
+    """A line a row: tokens/s, and how much more than one rank's, or than the ideal of a shared context."""
     lines = []
     for row in rows:
         one = [other for other in rows if (other.variant, other.gpus) == (row.variant, 1)]
         assert row.tokens_per_s is not None
         more = f"  x {row.tokens_per_s / one[0].tokens_per_s:.3f}" if one and one[0].tokens_per_s else ""
+        if row.variant == "context":  # of other lengths: tokens/s do not compare
+            notes = [note for note in row.shape.split("; ") if "ideal" in note]
+            more = f"  {row.ms or 0.0:,.0f} ms for {row.tokens:,} tokens{''.join(f', {note}' for note in notes)}"
         lines.append(f"{row.variant:8} {row.gpus} ranks  {row.tokens_per_s:12,.0f} tokens/s{more}")
     return lines

@@ -33,6 +33,9 @@ from torch.autograd.function import once_differentiable
 
 from tasks.trainer.draft.alignment import Alignment, active_runs, align, moved
 
+# torch 2.13 renames it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 Ranges = tuple[tuple[int, int], ...]
 """Ascending row ranges [start, end), none empty, no two of one document next to each other."""
 
@@ -247,7 +250,7 @@ class _Gather(torch.autograd.Function):
         own[0, : key.shape[0]] = key
         own[1, : value.shape[0]] = value
         gathered = key.new_empty(num_ranks, *own.shape)
-        dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(own), group=exchange.group)
+        _all_gather(_as_bytes(gathered), _as_bytes(own), group=exchange.group)
         rows = gathered.flatten(0, 2)
         return rows.index_select(0, exchange.key_places), rows.index_select(0, exchange.value_places)
 
