@@ -56,19 +56,20 @@ def measure_context(settings: dict[str, Any], layout: Layout) -> list[dict[str, 
     difference = _difference(settings, layout, together)
     ones: dict[int, list[float]] = {}
     lines = []
-    for length in (tokens // 2, tokens, num_ranks * tokens):
-        if layout.is_first and not (length < tokens and num_ranks * tokens in ones):
-            found = _timed(settings, Layout(device=layout.device), length)
-            if found is not None:
-                ones[length] = found[0]
-                lines.append(_line(settings, length, 1, *found, about=""))
+    for length in (tokens, num_ranks * tokens, tokens // 2) if layout.is_first else ():
+        if length < tokens and num_ranks * tokens in ones:
+            continue
+        found = _timed(settings, Layout(device=layout.device), length)
+        if found is not None:
+            ones[length] = found[0]
+            lines.append(_line(settings, length, 1, *found, about=""))
     meet(layout, "the end of one GPU's turns", patience=START_PATIENCE)
     found = _timed(settings, together, num_ranks * tokens)
     meet(layout, "the end of the ranks' turn", patience=START_PATIENCE)
     if layout.is_first:
         assert found is not None
-        ideal, how = ideal_ms({length: 1e3 * min(seconds) for length, seconds in ones.items()}, tokens, num_ranks)
-        ms = 1e3 * sum(found[0]) / len(found[0])
+        ideal, how = ideal_ms({length: _mean_ms(seconds) for length, seconds in ones.items()}, tokens, num_ranks)
+        ms = _mean_ms(found[0])
         about = f"{ms / ideal:.3f} x ideal, {how}; gradients within {difference:.1%} of one rank's"
         lines.append(_line(settings, num_ranks * tokens, num_ranks, *found, about=about))
     return lines
@@ -90,27 +91,38 @@ def _line(
     notes = [f"one document; checkpointing {settings['context_checkpointing']}", *([about] if about else [])]
     return {
         "variant": "context", "gpus": gpus, "layout": layouts.ALL, "about": "; ".join(notes), "tokens": tokens,
-        "ms": 1e3 * sum(seconds) / len(seconds), "peak_bytes": peak, "seconds": seconds,
+        "ms": _mean_ms(seconds), "peak_bytes": peak, "seconds": seconds,
     }  # fmt: skip
+
+
+def _mean_ms(seconds: list[float]) -> float:
+    return 1e3 * sum(seconds) / len(seconds)
 
 
 def _timed(settings: dict[str, Any], layout: Layout, tokens: int) -> tuple[list[float], int | None] | None:
     """Seconds of each timed step, and the most bytes that a rank held (of the ranks that share, the worst one's). None
     where there is no room."""
+    _forget(layout)
     try:
         seconds = _turns(settings, layout, tokens)
     except torch.OutOfMemoryError:
         if layout.world_size > 1:
             raise  # the others wait for this rank
         seconds = []
-    gc.collect()
     if layout.device != "cuda":
         return (seconds, None) if seconds else None
     peak = torch.tensor(torch.cuda.max_memory_allocated())
-    torch.cuda.empty_cache()
+    _forget(layout)
     if layout.host_group is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=layout.host_group)
     return (seconds, int(peak)) if seconds else None
+
+
+def _forget(layout: Layout) -> None:
+    """Give back what the turn before held."""
+    gc.collect()
+    if layout.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _turns(settings: dict[str, Any], layout: Layout, tokens: int) -> list[float]:
