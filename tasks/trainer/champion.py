@@ -49,7 +49,7 @@ class Entry:
     """target.model."""
     fingerprint: str
     """Of the target it was trained for and judged with."""
-    reasons: Sequence[str]
+    reasons: tuple[str, ...]
     """Why it was promoted."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What it was judged by: tau, the other's tau, bound and prompts, by set."""
@@ -244,7 +244,7 @@ def _parse(content: bytes | None, where: str) -> History:
             raise InputError(f"{where} is of format {document['format']}, this Eyas reads {FORMAT}; update Eyas")
         history = History(
             document["champion"],
-            tuple(Entry(**entry) for entry in document["entries"]),
+            tuple(Entry(**{**entry, "reasons": tuple(entry["reasons"])}) for entry in document["entries"]),
             tuple(Change(**change) for change in document["changes"]),
         )
         history.lineage()

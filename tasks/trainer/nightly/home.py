@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -90,7 +90,7 @@ class Verdict:
     """Of the night."""
     outcome: Outcome
     """promoted; not_promoted (it was judged); abandoned (it was not, and its conversations stay new)."""
-    reasons: Sequence[str]
+    reasons: tuple[str, ...]
     """One sentence each."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What it was judged by, by set."""
@@ -169,7 +169,8 @@ class Home:
         """None while the night is not over."""
         if not self.night(number).exists(VERDICT):
             return None
-        return Verdict(**_read(self.night(number), VERDICT))
+        document = _read(self.night(number), VERDICT)
+        return Verdict(**{**document, "reasons": tuple(document["reasons"])})
 
     def write_plan(self, plan: Plan) -> None:
         """The night exists from here on."""

@@ -75,7 +75,7 @@ def _unfinished(home: Home, history: History, *, fingerprint: str, identity: str
             reasons.append("settings that decide the result were changed")
         if reasons:
             logger.warning("night %d is given up: %s", number, "; ".join(reasons))
-            home.write_verdict(Verdict(number, "abandoned", reasons))
+            home.write_verdict(Verdict(number, "abandoned", tuple(reasons)))
         else:
             found = plan
     return found

@@ -34,10 +34,10 @@ def promote(config: NightlyConfig, home: Home, plan: Plan) -> Verdict:
         history, version = champion.read()
         entry = history.of_night(plan.number)
         if entry is not None:
-            return Verdict(plan.number, "promoted", list(entry.reasons), entry.figures, entry.number)
+            return Verdict(plan.number, "promoted", entry.reasons, entry.figures, entry.number)
         if history.champion != plan.champion:
             why = f"the champion was {plan.champion or 'none'} when the night began, and is {history.champion} now"
-            return Verdict(plan.number, "abandoned", [why])
+            return Verdict(plan.number, "abandoned", (why,))
         run = RunDir.open(home.run_url(plan.number))
         document = _judgement(run, plan)
         settings = config.evaluate

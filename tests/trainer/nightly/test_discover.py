@@ -46,7 +46,7 @@ def end(home: Home, found: Discovery, *, promote: bool) -> None:
             number, plan.number, f"digest{number}", replaced=history.champion, fingerprint=plan.fingerprint
         )
         assert champion.promote(entry, version=version, history=history)
-    home.write_verdict(Verdict(plan.number, "promoted" if promote else "not_promoted", ["because"]))
+    home.write_verdict(Verdict(plan.number, "promoted" if promote else "not_promoted", ("because",)))
 
 
 def test_each_conversation_has_one_use_for_ever(make_config: MakeConfig, tmp_path: Path) -> None:
