@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -135,6 +135,12 @@ def ui(
 
 @app.command()
 def deploy(
+    pool_type: Annotated[
+        Literal["process", "kubernetes"],
+        typer.Option(
+            "--pool-type", help="Workers run runs themselves, or as Kubernetes Jobs."
+        ),
+    ] = "process",
     pool_limit: Annotated[
         int | None, typer.Option("--pool-limit", min=1, help="Runs at once in the pool; a new pool gets 1.")
     ] = None,
@@ -152,7 +158,7 @@ def deploy(
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError("PREFECT_API_URL is empty: name the server, or start one on this machine with `eyas ui`")
     deployments = Path(prefect_file).absolute() if prefect_file else DEPLOYMENTS
-    for line in apply(pool_limit=pool_limit, deployments=deployments):
+    for line in apply(pool_type=pool_type, pool_limit=pool_limit, deployments=deployments):
         typer.echo(line)
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from prefect.client.orchestration import PrefectClient, get_client
@@ -34,8 +34,10 @@ HOME = Path(__file__).parent.parent
 """The checkout that holds deploy/ and flows/."""
 DEPLOYMENTS = HOME / "deploy" / "prefect.yaml"
 AUTOMATIONS = HOME / "deploy" / "automations.yaml"
+KUBERNETES = HOME / "deploy" / "kubernetes.yaml"
 RECIPES = Path(__file__).parent / "recipes"
 POOL = "gpu"
+PoolType = Literal["process", "kubernetes"]
 NOTIFY_BLOCK = "EYAS_NOTIFY_BLOCK"
 
 
@@ -65,7 +67,9 @@ def nightly_recipe(recipe: str, home: str, set: list[str] | None = None) -> dict
 
 
 def version() -> dict[str, str]:
-    """Step of prefect.yaml: `version`, of git where this is a checkout, else the package's."""
+    """Step of prefect.yaml: `version`, of git where this is a checkout; else an image's EYAS_VERSION, or the package's."""
+    if os.environ.get("EYAS_VERSION"):
+        return {"version": os.environ["EYAS_VERSION"]}
     git = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--tags"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, check=False)
@@ -88,16 +92,19 @@ def environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def deploy(*, pool_limit: int | None = None, deployments: Path = DEPLOYMENTS) -> Iterator[str]:
+def deploy(
+    *, pool_type: PoolType = "process", pool_limit: int | None = None, deployments: Path = DEPLOYMENTS
+) -> Iterator[str]:
     """Apply everything to the server at PREFECT_API_URL; yields a line for each thing that was done.
 
+    pool_type: of a new pool; kubernetes takes deploy/kubernetes.yaml as its job template, and renews that of its pool.
     pool_limit: runs at once in the pool; None leaves a pool that is there as it is, and gives a new one the limit 1,
     for a GPU runs one. Raises InputError when a file is missing or wrong.
     """
     for path in (deployments, AUTOMATIONS):
         if not path.is_file():
             raise InputError(f"{str(path)!r} is not there; `eyas deploy` needs a checkout of Eyas, installed editable")
-    yield asyncio.run(_apply_pool(pool_limit))
+    yield asyncio.run(_apply_pool(pool_type, pool_limit))
     yield from asyncio.run(_apply_automations(automations_of(AUTOMATIONS)))
     # Relative paths of the file are relative to it, and so is its module entrypoint's import.
     done = subprocess.run(
@@ -124,24 +131,40 @@ def automations_of(path: Path) -> list[dict[str, Any]]:
     return automations
 
 
-async def _apply_pool(limit: int | None) -> str:
+def job_template(pool_type: PoolType) -> dict[str, Any]:
+    """The base job template of a pool."""
+    if pool_type == "process":
+        return ProcessWorker.get_default_base_job_template()
+    template: dict[str, Any] = yaml.safe_load(KUBERNETES.read_text(encoding="utf-8"))
+    return template
+
+
+async def _apply_pool(kind: PoolType, limit: int | None) -> str:
     async with get_client() as client:
         try:
             pool = await client.read_work_pool(POOL)
         except ObjectNotFound:
             wanted = WorkPoolCreate(
                 name=POOL,
-                type="process",
+                type=kind,
                 description="Workers with a GPU. The limit is of runs at once over all workers.",
-                base_job_template=ProcessWorker.get_default_base_job_template(),
+                base_job_template=job_template(kind),
                 concurrency_limit=limit or 1,
             )
             await client.create_work_pool(wanted)
-            return f"work pool {POOL}: made, {limit or 1} run(s) at once"
+            return f"work pool {POOL}: made, type {kind}, {limit or 1} run(s) at once"
+        if pool.type != kind:
+            raise InputError(f"work pool {POOL!r} is of type {pool.type}, not {kind}; say --pool-type {pool.type}")
+        changes: dict[str, Any] = {}
         if limit is not None and pool.concurrency_limit != limit:
-            await client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=limit))
-            return f"work pool {POOL}: {limit} run(s) at once"
-        return f"work pool {POOL}: there, type {pool.type}, {pool.concurrency_limit or 'any number of'} run(s) at once"
+            changes["concurrency_limit"] = limit
+        if kind == "kubernetes" and pool.base_job_template != job_template(kind):
+            changes["base_job_template"] = job_template(kind)
+        if changes:
+            await client.update_work_pool(POOL, WorkPoolUpdate(**changes))
+        limit = limit or pool.concurrency_limit
+        done = f"{', '.join(changes)} changed" if changes else "as it is"
+        return f"work pool {POOL}: {done}, type {kind}, {limit or 'any number of'} run(s) at once"
 
 
 async def _apply_automations(automations: list[dict[str, Any]]) -> list[str]:
