@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from storage.location import Location
 from tasks.trainer.champion import Entry
 from tasks.trainer.config_nightly import NightlyConfig, load_nightly
 
@@ -39,6 +40,29 @@ def write_draft(folder: Path, *, content: float = 0.0) -> Path:
 
 def entry_of(number: int, night: int, digest: str, *, replaced: int | None = None, fingerprint: str = "f") -> Entry:
     return Entry(number, night, digest, replaced, "2030-01-01T00:00:00+00:00", "tiny", fingerprint, ("better",))
+
+
+class Killed(BaseException):
+    """As if the process were gone; nothing catches it."""
+
+
+def stop_before(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Stop before the write of that number (from 0); lease files are not counted, threads write them at any time."""
+    left = number
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(self: Location, name: str, *arguments: Any, **named: Any) -> Any:
+            nonlocal left
+            if name != "lease.json":
+                left -= 1
+                if left < 0:
+                    raise Killed
+            return original(self, name, *arguments, **named)
+
+        return write
+
+    for name in ("write_bytes", "upload", "delete"):
+        patch.setattr(Location, name, counted(getattr(Location, name)))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tasks.trainer.data.read import read_conversations
 from tasks.trainer.errors import InputError
 from tasks.trainer.nightly.home import FIXED, RECENT, TRAIN, VALIDATION, Discovery, Home, Plan, Verdict
 from tasks.trainer.nightly.plan import discover
-from tests.trainer.nightly.conftest import MakeConfig, entry_of, line, write_lines
+from tests.trainer.nightly.conftest import Killed, MakeConfig, entry_of, line, stop_before, write_lines
 
 Night = dict[str, list[dict[str, Any]]]
 
@@ -206,6 +206,28 @@ def test_a_night_that_was_killed_goes_on_from_the_same_data(make_config: MakeCon
         assert verdict is not None
         assert verdict.outcome == "abandoned"
         assert "settings" in verdict.reasons[0]
+
+
+def test_a_night_killed_while_it_is_planned_is_planned_again(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a plan counts before its data is there, or what was half written is taken for a night."""
+    config = make_config()
+    write_lines(tmp_path / "logs/a.jsonl", (line(number) for number in range(100)))
+    trial, plan = 0, None
+    while plan is None:
+        with monkeypatch.context() as patch:
+            stop_before(patch, trial)
+            try:
+                with Home.open(config.nightly.home).hold() as home:
+                    plan = discover(config, home).plan
+            except Killed:
+                assert Home.open(config.nightly.home).numbers() == []
+        trial += 1
+    assert trial == 8, "4 files, 2 of ids and the plan"
+    assert plan.number == 1
+    files = night_of(Home.open(config.nightly.home), plan)
+    assert len(files[TRAIN]) == plan.counts["trained"] == plan.counts["fresh"]
 
 
 def test_the_fixed_set_is_the_same_every_night_without_copies(make_config: MakeConfig, tmp_path: Path) -> None:
