@@ -283,6 +283,11 @@ class Train(BaseModel):
                 f"muon_momentum={self.muon_momentum} is of optimizer=muon, but optimizer={self.optimizer}; leave "
                 "muon_momentum out, or change the optimizer"
             )
+        if self.nproc != "auto" and self.nproc * self.nnodes % self.context_parallel:
+            raise ValueError(
+                f"context_parallel={self.context_parallel} does not divide the {self.nproc * self.nnodes} ranks of "
+                f"nproc={self.nproc} and nnodes={self.nnodes}; use a multiple of it"
+            )
         if self.schedule == "warmup_stable_decay" and self.warmup_steps + self.num_decay_steps > self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and {self.num_decay_steps} steps of decay are more than "

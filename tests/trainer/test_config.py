@@ -48,6 +48,11 @@ def refused(**changes: Any) -> str:
         ({"train": {"steps": 0}}, ["train.steps=0", "greater"]),
         ({"train": {"steps": "many"}}, ["train.steps='many'", "integer"]),
         ({"train": {"steps": 5, "warmup_steps": 6}}, ["warmup_steps=6", "steps=5"]),
+        ({"train": {"nproc": 3, "context_parallel": 2}}, ["context_parallel=2", "3 ranks"]),
+        (
+            {"train": {"context_parallel": 2}, "hidden_states": {"mode": "online", "store_url": "x"}},
+            ["context_parallel=2", "store_url", "mode=offline"],
+        ),
         ({"train": {"schedule": "wsd"}}, ["train.schedule='wsd'", "warmup_stable_decay"]),
         ({"train": {"decay_steps": 9}}, ["decay_steps=9", "schedule=warmup_stable_decay", "schedule=cosine;"]),
         ({"train": {"schedule": "linear", "min_learning_rate_ratio": 0.0}}, ["ratio=0.0", "cosine_with_min_lr and"]),

@@ -264,7 +264,12 @@ def place_draft(draft: Eagle3Draft, settings: Train, layout: Layout, *, dtype: t
 
 
 def check_ranks(settings: Train, layout: Layout) -> None:
-    """Raises InputError when a rank would have nothing to do."""
+    """Raises InputError when a rank would have nothing to do, or packs are not shared as they should be."""
+    if settings.context_parallel != layout.context_size:
+        raise InputError(
+            f"train.context_parallel={settings.context_parallel} takes so many ranks, or a multiple, and this run has "
+            f"{layout.world_size}: set train.nproc={settings.context_parallel}, on as many GPUs"
+        )
     if settings.grad_accumulation < layout.data_size:
         raise InputError(
             f"{layout.data_size} ranks share train.grad_accumulation={settings.grad_accumulation} packs of an "

@@ -16,6 +16,7 @@ import torch
 
 from storage.reader import StoreReader
 from tasks.trainer.draft.context import Sharing
+from tasks.trainer.errors import InputError
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
 from tasks.trainer.run_dir import RunDir
@@ -174,3 +175,10 @@ def assert_same(found: RunDir, expected: RunDir) -> None:
     assert saved.position == saved_of_one.position
     for name, tensor in saved_of_one.draft.items():
         torch.testing.assert_close(saved.draft[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_one_rank_does_not_share_with_itself(recipe_values: Values) -> None:
+    """Red when context_parallel is ignored where there is one rank: the user would believe in twice the context."""
+    run = prepared_run(recipe_values(train={"context_parallel": 2}))
+    with pytest.raises(InputError, match=r"context_parallel=2 takes .* this run has 1: set train.nproc=2"):
+        run_stage("train", run, silent)
