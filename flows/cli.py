@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,8 +19,10 @@ if "PREFECT_HOME" in os.environ:
     Path(os.environ["PREFECT_HOME"]).expanduser().mkdir(parents=True, exist_ok=True)
 
 import tasks.trainer.cli
+from flows.mistakes import log_mistakes_as_one_line
 from storage.cli import app as store_app
 from storage.errors import StoreError
+from tasks.trainer.config_nightly import read_nightly
 from tasks.trainer.config_states import nearest
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import read_config
@@ -52,9 +54,34 @@ def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> Non
     from flows.train_draft import train_draft
 
     RunDir.create(config)  # what is wrong with it is said before a server starts
-    _log_mistakes_as_one_line()
+    log_mistakes_as_one_line()
     receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
     typer.echo(f"report: {receipt['report']}")
+
+
+@app.command()
+def nightly(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe with a `nightly` group; data.source is a glob.")],
+    set_: Set = None,
+    home: Annotated[str | None, typer.Option("--home", help="In place of nightly.home.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What came out, as one JSON object.")] = False,
+) -> None:
+    """Retrain on conversations that are new, and promote the draft if it is better (the nightly-retrain flow).
+
+    Exit code 0 whether it was promoted or not; the last line says which.
+    Examples: eyas nightly RECIPE.yaml --home s3://models/qwen3-8b; eyas nightly RECIPE.yaml --set nightly.replay=0.3
+    """
+    config = read_nightly(recipe, set_ or [], home=home)
+    from flows.nightly import nightly_retrain
+
+    result = nightly_retrain(**{name: getattr(config, name) for name in type(config).model_fields})
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for reason in result["reasons"]:
+        typer.echo(f"* {reason}")
+    night = "no night" if result["night"] is None else f"night {result['night']}"
+    typer.echo(f"{night}: {result['outcome'].replace('_', ' ')}")
 
 
 @app.command()
@@ -65,7 +92,7 @@ def demo(
     """Train a draft for a real small model, online and offline, and compare the two."""
     from flows.demo import run_demo
 
-    _log_mistakes_as_one_line()
+    log_mistakes_as_one_line()
     run_demo(run_dir, set_ or [])
 
 
@@ -82,19 +109,57 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this one: the
         raise InputError(f"there is no recipe {name!r}{nearest(name, files)}")
 
 
-class _OneLine(logging.Filter):
-    """Prefect logs every exception of a flow with its traceback; a user's mistake needs none."""
+@app.command()
+def ui(
+    down: Annotated[
+        bool, typer.Option("--down", help="Stop the server and the worker that `eyas ui` started.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", help="Of the server, on 127.0.0.1.")] = 4200,
+    folder: Annotated[str, typer.Option("--folder", help="For logs and process ids.")] = "runs/ui",
+    prefect_file: Annotated[
+        str | None, typer.Option("--prefect-file", help="Deployments; deploy/prefect.yaml without.")
+    ] = None,
+) -> None:
+    """Start a Prefect server, a worker and the deployments on this machine, and print the URL.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], InputError | StoreError | InterruptedError):
-            record.exc_info = None
-            record.exc_text = None
-        return True
+    Examples: eyas ui; eyas ui --port 4300; eyas ui --down
+    """
+    from flows import ui as local
+    from flows.deploy import DEPLOYMENTS
+
+    place = Path(folder).absolute()
+    deployments = Path(prefect_file).absolute() if prefect_file else DEPLOYMENTS
+    for line in local.down(place) if down else local.up(place, port=port, deployments=deployments):
+        typer.echo(line)
 
 
-def _log_mistakes_as_one_line() -> None:
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_OneLine())
+@app.command()
+def deploy(
+    pool_type: Annotated[
+        Literal["process", "kubernetes"],
+        typer.Option(
+            "--pool-type", help="Workers run runs themselves, or as Kubernetes Jobs."
+        ),
+    ] = "process",
+    pool_limit: Annotated[
+        int | None, typer.Option("--pool-limit", min=1, help="Runs at once in the pool; a new pool gets 1.")
+    ] = None,
+    prefect_file: Annotated[
+        str | None, typer.Option("--prefect-file", help="Deployments; deploy/prefect.yaml without.")
+    ] = None,
+) -> None:
+    """Put work pool, automations and deployments on the Prefect server at PREFECT_API_URL; again changes what differs.
+
+    Example: PREFECT_API_URL=http://127.0.0.1:4200/api eyas deploy --pool-limit 2
+    """
+    from flows.deploy import DEPLOYMENTS
+    from flows.deploy import deploy as apply
+
+    if not os.environ.get("PREFECT_API_URL"):
+        raise InputError("PREFECT_API_URL is empty: name the server, or start one on this machine with `eyas ui`")
+    deployments = Path(prefect_file).absolute() if prefect_file else DEPLOYMENTS
+    for line in apply(pool_type=pool_type, pool_limit=pool_limit, deployments=deployments):
+        typer.echo(line)
 
 
 def _check_kernels() -> None:

@@ -2,6 +2,9 @@
 
 `python -m flows.train_draft RECIPE.yaml [--set key=value ...] [--run-dir DIR]` runs it without a server, as does
 `eyas train`. A stage whose receipt is there is done; running the flow again on the same run directory continues it.
+
+The signature is the run form: its order, its titles and its help. Prefect would check the values before the flow
+starts, too, and say what is wrong in pydantic's words; they are checked here instead, in the sentences of a recipe.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 from prefect import flow
 from prefect.logging import get_run_logger
 
+from flows.mistakes import log_mistakes_as_one_line
+from flows.worker_watch import end_with_worker
 from tasks.capture import capture
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.export import export
@@ -19,6 +24,7 @@ from tasks.prepare import prepare
 from tasks.report import report
 from tasks.train import train as train_task
 from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Offline, Online, RunConfig, Target, Train
+from tasks.trainer.recipe import config_from_form
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import finished, stages_of
 
@@ -32,45 +38,51 @@ NODES = {
 }
 
 
-@flow(name="train-draft", log_prints=False)
+@flow(name="train-draft", log_prints=False, validate_parameters=False)
 def train_draft(
+    *,
     target: Target,
-    data: Data,
     hidden_states: HiddenStates = Online(),  # noqa: B008 - frozen
-    draft: Draft = Draft(),  # noqa: B008
     train: Train = Train(),  # noqa: B008
+    data: Data,
     evaluate: Evaluate = Evaluate(),  # noqa: B008
-    run_dir: str = "runs/default",
+    draft: Draft = Draft(),  # noqa: B008
+    run_dir: str = "runs/{identity}",
     scratch_dir: str | None = None,
 ) -> dict[str, Any]:
     """Train an EAGLE-3 draft for a target and measure what it is worth.
 
     Args:
-        target: The frozen model the draft learns to predict.
-        data: Conversations, and how they are cut and regenerated.
-        hidden_states: Online (target beside the draft) or Offline (captured once into a store).
-        draft: Shape of the draft; what is empty follows the target.
-        train: Optimisation, and the choices that trade memory for speed.
-        evaluate: Acceptance measured by real speculative decoding.
-        run_dir: Folder or fsspec URL for everything the run leaves.
-        scratch_dir: Local folder that a run with a remote run_dir works in.
+        target (Target): The frozen model the draft learns to predict.
+        hidden_states (HiddenStates): Where the target's hidden states come from. Online: the target runs beside the
+            draft. Offline: captured once into a store, which training reads. Auto: what the plan recommends.
+        train (Train): Optimisation, and the choices that trade memory for speed.
+        data (Data): Conversations, and how they are cut and regenerated.
+        evaluate (Evaluate): Acceptance, measured by real speculative decoding on held-out prompts.
+        draft (Draft): Shape of the draft; what is empty follows the target.
+        run_dir (str): Folder or URL (s3://, gs://) for everything the run leaves. {identity} stands for a hash of the
+            fields that decide the result, so the same run again continues, and another one gets its own place.
+        scratch_dir (str): Local folder that a run with a remote run_dir works in. Empty for the worker's own.
+
+    Raises InputError, in one line, for values that cannot be meant.
     """
-    config = RunConfig(
-        target=target,
-        data=data,
-        hidden_states=hidden_states,
-        draft=draft,
-        train=train,
-        evaluate=evaluate,
-        run_dir=run_dir,
-        scratch_dir=scratch_dir,
+    log_mistakes_as_one_line()
+    end_with_worker()
+    config = config_from_form(
+        {
+            "target": target,
+            "hidden_states": hidden_states,
+            "train": train,
+            "data": data,
+            "evaluate": evaluate,
+            "draft": draft,
+            "run_dir": run_dir,
+            "scratch_dir": scratch_dir,
+        }
     )
     run = RunDir.create(config)
     where = str(run.root)
-    # What lies in memory:// lives and dies with one process, so all stages must share this one.
-    in_process = config.run_dir.startswith("memory:") or (
-        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
-    )
+    in_process = runs_in_process(config)
     logger = get_run_logger()
     for stage in stages_of(config):
         if finished(stage, config, run):
@@ -78,6 +90,13 @@ def train_draft(
         else:
             receipt = NODES[stage](where, in_process=in_process)
     return receipt
+
+
+def runs_in_process(config: RunConfig) -> bool:
+    """Whether all stages must share this process: what lies in memory:// lives and dies with it."""
+    return config.run_dir.startswith("memory:") or (
+        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def launch(stage: str, run_dir: str, *, in_process: bool = False) -> dict[str, A
     if code == EXIT_INTERRUPTED:
         raise InterruptedError(error or f"stage {stage} was stopped by SIGTERM; start the run again to go on")
     if code != 0 or receipt is None:
-        raise StageFailed(f"stage {stage} ended with exit code {code}:\n" + "\n".join(tail))
+        cause = f" ({error})" if error else ""
+        raise StageFailed(f"stage {stage} ended with exit code {code}{cause}:\n" + "\n".join(tail))
     return receipt
 
 

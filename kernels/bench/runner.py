@@ -199,7 +199,9 @@ class Journal:
 
 def describe(row: Row) -> str:
     """A row as one line for the terminal."""
-    cells = [f"{row.ms:10.3f} ms" if row.ms is not None else " out of memory"]
+    # A row with a peak and no time is a prediction (`eyas bench plan`).
+    out = " out of memory" if row.peak_gib is None else " " * 13
+    cells = [out if row.ms is None else f"{row.ms:10.3f} ms"]
     for name, value in (("peak", row.peak_gib), ("extra", row.extra_gib)):
         if value is not None:
             cells.append(f"{name} {value:8.3f} GiB")

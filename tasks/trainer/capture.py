@@ -28,6 +28,7 @@ from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Document, Target, TargetStates
+from tasks.trainer.train.parallel import START_PATIENCE, Layout, first_on_machine, sum_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,13 @@ def store_spec(config: RunConfig, prepared: dict[str, Any]) -> StoreSpec:
     )
 
 
-def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+def capture_missing(
+    config: RunConfig, run: RunDir, progress: Progress, *, layout: Layout | None = None
+) -> dict[str, Any]:
     """Capture every sample that the store does not hold yet: the training data, and the held-out samples that training
     looks at. Returns the receipt.
+
+    layout: of several ranks, which share the work as several runs do: by claims, each with a target of its own.
 
     Raises StoreError when samples are missing and `hidden_states.on_missing` is `refuse`, or the store's spec differs,
     or it cannot be written; InputError when the target gives NaN or Inf.
@@ -69,6 +74,7 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
     if config.train.evaluates:
         # Training looks at them from the same store, so it needs no target.
         data += choose_heldout(PreparedData.open(run.heldout_data), config.train.evaluate_tokens)
+    layout = layout or Layout(device=prepared["device"])
     started = time.monotonic()
     captured: list[int] = []
     if states.on_missing == "refuse":
@@ -84,15 +90,21 @@ def capture_missing(config: RunConfig, run: RunDir, progress: Progress) -> dict[
         with StoreWriter(states.store_url, spec, calibration_tokens=states.calibration_tokens) as writer:
             committed = writer.committed()
             wanted = [sample for sample in data if sample.sample_id not in committed]
-            if wanted:
-                target = Target.of(config.target, device=prepared["device"], deterministic=config.train.deterministic)
+            # All ranks ask for the same number of targets: one that opened the store late may find nothing wanting.
+            if int(sum_on_host(layout, torch.tensor([len(wanted)]), "the missing samples", patience=START_PATIENCE)):
+                with first_on_machine(layout):
+                    target = Target.of(
+                        config.target, device=prepared["device"], deterministic=config.train.deterministic
+                    )
                 captured = _capture(target, writer, wanted, states.store_url, progress)
+    figures = torch.tensor([len(captured), sum(captured)])
+    num_samples, num_tokens = sum_on_host(layout, figures, "the end of capture").tolist()
     return {
         "store_url": states.store_url,
         "fingerprint": spec.fingerprint,
         "preset": preset_name(spec.encoding),
-        "captured_samples": len(captured),
-        "captured_tokens": sum(captured),
+        "captured_samples": num_samples,
+        "captured_tokens": num_tokens,
         "seconds": time.monotonic() - started,
         **store_figures(states.store_url, spec),
     }

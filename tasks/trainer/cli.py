@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tasks.trainer.champion_cli import app as champion_app
 from tasks.trainer.config import RunConfig
 from tasks.trainer.recipe import dump_config, load_config, read_config
 from tasks.trainer.run_dir import RunDir
@@ -28,6 +29,7 @@ def mount(app: typer.Typer) -> None:
     app.command()(evaluate)
     app.command()(export)
     app.command()(config)
+    app.add_typer(champion_app, name="champion")
 
 
 def evaluate(run_dir: RunDirArgument, set_: Set = None) -> None:

@@ -7,16 +7,20 @@ was misspelt. Files and `--set` come in through recipe.py; the flow's parameters
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tasks.trainer.config_states import HiddenStates, Offline, Online, stored_encoding
+from tasks.trainer.config_schema import limits_beside
+from tasks.trainer.config_states import Auto, HiddenStates, Offline, Online, stored_encoding
 from tasks.trainer.config_train import DType, Train
 from tasks.trainer.parent import parent_digest
 
 __all__ = [
+    "Auto",
     "Data",
     "Draft",
     "Evaluate",
@@ -27,11 +31,12 @@ __all__ = [
     "Target",
     "Train",
     "identity_fields",
+    "placed",
 ]
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=limits_beside)
 
 
 class Target(_Group):
@@ -161,9 +166,17 @@ class Draft(_Group):
         description="Folder of an earlier draft to start from, in place of `start`: a checkpoint of a run, an export, "
         "or SpecForge's layout, of the same sizes. Draft tokens that are new to it start from the target's rows.",
     )
+    vocabulary: Literal["data", "parent"] = Field(
+        "data",
+        title="Vocabulary from",
+        description="The draft's tokens: data (the most frequent ones, vocab_size many), or parent (those of the warm "
+        "start, so that all its rows go on).",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Draft:
+        if self.vocabulary == "parent" and self.init is None:
+            raise ValueError("vocabulary=parent takes a warm start's tokens, and init is empty; use vocabulary=data")
         if self.init is not None and self.start != "random":
             raise ValueError(
                 f"start={self.start} and init={self.init!r} are two starts; use start=random (the default) with init"
@@ -180,7 +193,9 @@ class Evaluate(_Group):
     """Acceptance measured by real speculative decoding on held-out prompts."""
 
     num_prompts: int = Field(64, ge=2, title="Prompts", description="Held-out prompts decoded.")
-    max_new_tokens: int = Field(128, ge=9, title="Longest answer (tokens)")
+    max_new_tokens: int = Field(
+        128, ge=9, title="Longest answer (tokens)", description="Where the decoding of a prompt stops."
+    )
     draft_tokens: int = Field(
         4, ge=1, le=32, title="Draft length", description="Tokens drafted in a chain before the target verifies."
     )
@@ -195,7 +210,9 @@ class Evaluate(_Group):
         title="Tie margin",
         description="For bfloat16 targets: how far below the maximum logit an emitted token may lie.",
     )
-    bootstrap_samples: int = Field(2000, ge=100, title="Bootstrap samples")
+    bootstrap_samples: int = Field(
+        2000, ge=100, title="Bootstrap samples", description="Resamplings of the prompts, for the intervals."
+    )
     seed: int = Field(0, ge=0, title="Seed", description="Of the bootstrap.")
 
 
@@ -211,7 +228,8 @@ class RunConfig(_Group):
     run_dir: str = Field(
         "runs/default",
         title="Run directory",
-        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves.",
+        description="Folder or fsspec URL (s3://, gs://) for everything the run leaves. {identity} stands for a hash "
+        "of the fields that decide the result: the same run again continues, another one gets a place of its own.",
     )
     scratch_dir: str | None = Field(
         None,
@@ -224,6 +242,12 @@ class RunConfig(_Group):
         if self.data.heldout_source is None and self.data.heldout_fraction == 0.0:
             raise ValueError(
                 "data.heldout_fraction=0 without data.heldout_source leaves nothing to evaluate on; set one of them"
+            )
+        if self.train.context_parallel > 1 and isinstance(self.hidden_states, Online) and self.hidden_states.store_url:
+            raise ValueError(
+                f"train.context_parallel={self.train.context_parallel}: ranks that share a pack would each write it to "
+                "hidden_states.store_url; use hidden_states.mode=offline, which fills the store first, or leave "
+                "store_url out"
             )
         encoding = stored_encoding(self.hidden_states)
         if encoding is not None and encoding.last == "topk":
@@ -245,6 +269,12 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
         {
             "checkpoint_every",
             "keep_checkpoints",
+            # Who computes which pack of a step, not what the step is (beyond rounding).
+            "nproc",
+            "nnodes",
+            "sharding",
+            "context_parallel",
+            "rank_timeout",
             "checkpointing",
             "mlp_chunk_rows",
             "compile",
@@ -281,3 +311,16 @@ def identity_fields(config: RunConfig) -> dict[str, Any]:
         for key in keys:
             dumped[group].pop(key, None)
     return dumped
+
+
+def placed(config: RunConfig) -> RunConfig:
+    """The config with `{identity}` in run_dir replaced by 10 hex digits of a hash of the run's identity.
+
+    One deployment starts many runs, and a run directory holds one: without a name that follows from the values, each
+    run of the form would need a new one by hand, and a rerun that is to continue would need the old one.
+    """
+    if "{identity}" not in config.run_dir:
+        return config
+    text = json.dumps(identity_fields(config), sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    return config.model_copy(update={"run_dir": config.run_dir.replace("{identity}", digest)})

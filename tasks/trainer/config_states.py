@@ -1,8 +1,9 @@
 """Where the target's hidden states come from, and how they are stored: the `hidden_states` group of the run config.
 
-Two modes are two tabs of the form. What both have (the store and its encoding) has the same keys, because Prefect's
-form carries the values of one tab over to the other: there they are seen. A preset is a starting point: every part can
-be set by hand, and what is left empty is the preset's.
+Three modes are three tabs of the form: online, offline, and auto, which leaves the choice between the two to the plan
+(plan.py). What they share (the store and its encoding) has the same keys, because Prefect's form carries the values of
+one tab over to the other: there they are seen. A preset is a starting point: every part can be set by hand, and what is
+left empty is the preset's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from storage.codecs import CodecName
 from storage.errors import StoreError
 from storage.presets import PRESETS, Encoding
+from tasks.trainer.config_schema import Tabs, mode_form
 
 Preset = Literal["lossless", "near", "compact", "small", "tiny"]
 assert set(get_args(Preset)) == set(PRESETS)
@@ -28,7 +30,7 @@ _PARTS = tuple(field.name for field in dataclasses.fields(Encoding))
 class _Stored(BaseModel):
     """What both modes know of a store."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_extra=mode_form)
 
     preset: Preset = Field(
         "near",
@@ -121,7 +123,9 @@ class Online(_Stored):
 
     model_config = ConfigDict(frozen=True, title="Online")
 
-    mode: Literal["online"] = Field("online", title="Mode", json_schema_extra={"enum": ["online"]})
+    mode: Literal["online"] = Field(
+        "online", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["online"]}
+    )
     store_url: str | None = Field(
         None,
         title="Store",
@@ -148,7 +152,9 @@ class Offline(_Stored):
 
     model_config = ConfigDict(frozen=True, title="Offline")
 
-    mode: Literal["offline"] = Field("offline", title="Mode", json_schema_extra={"enum": ["offline"]})
+    mode: Literal["offline"] = Field(
+        "offline", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["offline"]}
+    )
     store_url: str = Field(
         "runs/store",
         title="Store",
@@ -176,12 +182,46 @@ class Offline(_Stored):
     )
 
 
-HiddenStates = Annotated[Online | Offline, Field(discriminator="mode")]
+class Auto(BaseModel):
+    """The plan chooses: online, or offline with a preset, whatever takes the least time and fits. The choice is made
+    once, after the data are prepared, and written into the run's config: a rerun takes the same one."""
+
+    model_config = ConfigDict(frozen=True, title="Auto", json_schema_extra=mode_form)
+
+    mode: Literal["auto"] = Field(
+        "auto", title="Mode", description="The tab that is open.", json_schema_extra={"enum": ["auto"]}
+    )
+    store_url: str = Field(
+        "runs/store",
+        title="Store",
+        description="Folder or URL (s3://, gs://, file://, memory://) where the store lies if the plan takes offline.",
+    )
+    preset: Preset = Field(
+        "near",
+        title="Least exact preset",
+        description="The smallest store that the plan may choose; it takes the most exact one that fits.",
+    )
+    store_budget_gb: float | None = Field(
+        None,
+        gt=0.0,
+        title="Store budget (GB)",
+        description="Bytes that the run's samples may take in the store. Empty: nine tenths of what is free on a local "
+        "disk, no limit at a URL.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_sibling_keys(cls, values: Any) -> Any:
+        return _own_keys(cls, values)
 
 
-def stored_encoding(states: Online | Offline) -> Encoding | None:
-    """How the states that training reads are encoded; None when they come straight from the target."""
-    return None if states.store_url is None else states.encoding()
+HiddenStates = Annotated[Online | Offline | Auto, Field(discriminator="mode"), Tabs()]
+
+
+def stored_encoding(states: Online | Offline | Auto) -> Encoding | None:
+    """How the states that training reads are encoded; None when they come straight from the target, or the plan has yet
+    to decide."""
+    return None if isinstance(states, Auto) or states.store_url is None else states.encoding()
 
 
 def _own_keys(cls: type[BaseModel], values: Any) -> Any:

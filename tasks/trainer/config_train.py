@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tasks.trainer.config_schema import limits_beside
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 Schedule = Literal[
@@ -39,9 +41,9 @@ _SCHEDULE_FIELDS: Mapping[str, tuple[Schedule, ...]] = {
 class Train(BaseModel):
     """Optimisation, and the choices that trade memory for speed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=limits_beside)
 
-    steps: int = Field(10000, ge=1, title="Optimizer steps")
+    steps: int = Field(10000, ge=1, title="Optimizer steps", description="Length of the run, in updates of the draft.")
     ttt_steps: int = Field(7, ge=1, le=32, title="TTT steps", description="Unrolled draft steps per sequence (K).")
     step_loss_decay: float = Field(
         0.8, gt=0.0, le=1.0, title="Step loss decay", description="Weight of TTT step k is decay^k / K."
@@ -52,7 +54,12 @@ class Train(BaseModel):
         title="Pack (tokens)",
         description="Whole documents are packed into rows of up to this length; longer ones: see data.long_documents.",
     )
-    grad_accumulation: int = Field(1, ge=1, title="Gradient accumulation", description="Packs per optimizer step.")
+    grad_accumulation: int = Field(
+        1,
+        ge=1,
+        title="Packs per step",
+        description="Packs of one optimizer step, over all ranks: the same step on any number of GPUs.",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
         title="Optimizer",
@@ -66,7 +73,9 @@ class Train(BaseModel):
         description="Of the learning rate after the warm-up, by transformers' names. warmup_stable_decay holds it and "
         "decays over the last steps.",
     )
-    warmup_steps: int = Field(100, ge=0, title="Warm-up steps")
+    warmup_steps: int = Field(
+        100, ge=0, title="Warm-up steps", description="First steps, in which the learning rate rises to its highest."
+    )
     decay_steps: int | None = Field(
         None,
         ge=1,
@@ -91,7 +100,9 @@ class Train(BaseModel):
         description="Times that cosine_with_restarts starts again from the learning rate. Empty: 1.",
     )
     weight_decay: float = Field(0.0, ge=0.0, title="Weight decay", description="Of matrices; norms have none.")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), title="Adam betas")
+    adam_betas: tuple[float, float] = Field(
+        (0.9, 0.95), title="Adam betas", description="Decay of AdamW's first and second moment."
+    )
     muon_momentum: float | None = Field(
         None, ge=0.0, lt=1.0, title="Muon momentum", description="Nesterov's, of optimizer muon. Empty: 0.95."
     )
@@ -136,7 +147,42 @@ class Train(BaseModel):
         title="Data type",
         description="Type the draft computes in; masters are always float32. auto: as for the target.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", title="Device", description="auto: the GPU, where the worker has one."
+    )
+    nproc: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        title="Ranks a machine",
+        description="Processes, each with a GPU of its own (on a CPU: sharing it). auto: every GPU of the machine that "
+        "has a pack in each optimizer step (grad_accumulation counts the packs of all ranks).",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        title="Machines",
+        description="Each runs the stage with nproc ranks, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in its "
+        "environment, as for torchrun.",
+    )
+    sharding: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        title="Sharding",
+        description="Of several ranks. ddp: each holds the whole draft and optimizer. fsdp (FSDP2): each keeps its "
+        "share of masters, moments and gradients, 12 bytes a parameter divided by the ranks.",
+    )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        title="Ranks a pack",
+        description="Ranks that share each pack along its tokens, for contexts that one GPU cannot train. 1: each rank "
+        "trains packs of its own.",
+    )
+    rank_timeout: float = Field(
+        30.0,
+        ge=5.0,
+        title="Rank timeout (s)",
+        description="How long ranks wait for one that is behind before the run ends and names it. Raise it where one "
+        "pack, or one read of a slow store, takes longer.",
+    )
     checkpointing: Literal["none", "mlp", "step"] = Field(
         "none",
         title="Activation checkpointing",
@@ -157,7 +203,9 @@ class Train(BaseModel):
     deterministic: bool = Field(
         False, title="Deterministic", description="Deterministic algorithms on CUDA (slower). The CPU always is."
     )
-    checkpoint_every: int = Field(500, ge=1, title="Checkpoint every (steps)")
+    checkpoint_every: int = Field(
+        500, ge=1, title="Checkpoint every (steps)", description="What a run that is killed may lose, at most."
+    )
     keep_checkpoints: int = Field(
         2, ge=1, title="Checkpoints kept", description="The newest so many; the best by held-out tau is kept as well."
     )

@@ -122,24 +122,27 @@ class Lease:
 
 
 @contextmanager
-def hold(folder: Path, place: Location, *, patience: float = 20.0, valid: float = VALID_SECONDS) -> Iterator[Lease]:
-    """Hold a run alone.
+def hold(
+    folder: Path, place: Location, *, name: str = "run_dir", patience: float = 20.0, valid: float = VALID_SECONDS
+) -> Iterator[Lease]:
+    """Hold a run alone, or whatever else is one process's at a time.
 
-    folder: local; its lock tells about processes of this machine. place: where the run lies, for all machines.
+    folder: local; its lock tells about processes of this machine. place: where the run lies, for all machines. name: of
+    the setting that gives the place, for messages.
     patience: seconds to wait for another holder, which may be saving its last checkpoint; one that has gone silent is
     waited for until its lease runs out. Raises InputError, which names the holder, when it is alive.
     """
     deadline = time.monotonic() + patience
     with (folder / ".lock").open("w") as file:
-        locked = _lock(file, place, deadline)
-        _wait_for_others(place, deadline, locked=locked, valid=valid)
+        locked = _lock(file, place, deadline, name)
+        _wait_for_others(place, deadline, name, locked=locked, valid=valid)
         lease = Lease(place, Holder.here(), valid=valid)
         lease._take()
         if not place.is_local:
             time.sleep(min(_SETTLE_SECONDS, valid / 6))
             found = _read(place)
             if found is None or found.token != lease._holder.token:
-                raise _refused(place, found)
+                raise _refused(place, found, name)
         try:
             with lease._renewed():
                 yield lease
@@ -147,7 +150,7 @@ def hold(folder: Path, place: Location, *, patience: float = 20.0, valid: float 
             lease._release()
 
 
-def _lock(file: TextIO, place: Location, deadline: float) -> bool:
+def _lock(file: TextIO, place: Location, deadline: float, name: str) -> bool:
     """Whether the system's lock is held now; False where the file system has none."""
     while True:
         try:
@@ -155,7 +158,7 @@ def _lock(file: TextIO, place: Location, deadline: float) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise _refused(place, _read(place)) from None
+                raise _refused(place, _read(place), name) from None
             time.sleep(0.2)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -163,7 +166,7 @@ def _lock(file: TextIO, place: Location, deadline: float) -> bool:
             return False
 
 
-def _wait_for_others(place: Location, deadline: float, *, locked: bool, valid: float) -> None:
+def _wait_for_others(place: Location, deadline: float, name: str, *, locked: bool, valid: float) -> None:
     """Return once nobody else holds the lease. Raises InputError when its holder is seen alive after the deadline."""
     first: Holder | None = None
     while (found := _read(place)) is not None and not _is_over(found, place, locked=locked, valid=valid):
@@ -171,7 +174,7 @@ def _wait_for_others(place: Location, deadline: float, *, locked: bool, valid: f
             first = found
             logger.info("%s is held by %s; waiting", place.url, found)
         if found.heartbeat != first.heartbeat and time.monotonic() > deadline:
-            raise _refused(place, found)
+            raise _refused(place, found, name)
         time.sleep(min(1.0, valid / 10))
 
 
@@ -208,9 +211,10 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _refused(place: Location, holder: Holder | None) -> InputError:
+def _refused(place: Location, holder: Holder | None, name: str) -> InputError:
     who = f": {holder}" if holder else ""
-    return InputError(f"run_dir={place.url!r}: another process works on this run{who}; wait for it or stop it")
+    what = "this run" if name == "run_dir" else "it"
+    return InputError(f"{name}={place.url!r}: another process works on {what}{who}; wait for it or stop it")
 
 
 def _read(place: Location) -> Holder | None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.trainer.config import RunConfig
+from tasks.trainer.config import RunConfig, placed
 from tasks.trainer.config_states import modes, nearest
 from tasks.trainer.errors import InputError
 
@@ -43,32 +43,42 @@ def load_config(values: Mapping[str, Any], *, where: str = "config") -> RunConfi
         if "mode" not in states:
             values = {**values, "hidden_states": {"mode": "online", **states}}
     try:
-        return RunConfig.model_validate(values)
+        return placed(RunConfig.model_validate(values))
     except ValidationError as error:
-        raise InputError(f"{where}: " + "; ".join(_sentences(error))) from None
+        raise InputError(f"{where}: " + "; ".join(sentences(error))) from None
 
 
-def _sentences(error: ValidationError) -> list[str]:
-    """Pydantic's errors as sentences with the dotted key first."""
-    sentences = []
+def config_from_form(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a flow's parameters: groups, or what the run form made of them.
+
+    The form carries keys of a tab that was open before; those are dropped. Raises InputError as load_config does.
+    """
+    try:
+        return placed(RunConfig.model_validate(values))
+    except ValidationError as error:
+        raise InputError("parameters: " + "; ".join(sentences(error))) from None
+
+
+def sentences(error: ValidationError, *, group: str = "", model: type[BaseModel] = RunConfig) -> list[str]:
+    """Pydantic's errors as sentences with the dotted key first. model: what was validated, as the config's `group`."""
+    lines = []
     for fault in error.errors():
         path = [str(part) for part in fault["loc"] if str(part) not in modes()]
-        key = ".".join(path) or "config"
+        key = ".".join([group, *path] if group else path) or "config"
         if fault["type"] == "extra_forbidden":
-            names = _field_names(path[:-1])
-            sentences.append(f"unknown key {key!r}{nearest(path[-1], names)}")
+            names = _field_names(path[:-1], model)
+            lines.append(f"unknown key {key!r}{nearest(path[-1], names)}")
         elif fault["type"] == "missing":
-            sentences.append(f"{key} is missing")
+            lines.append(f"{key} is missing")
         elif fault["type"] == "value_error":
-            sentences.append(f"{key}: {fault['ctx']['error']}")
+            lines.append(f"{key}: {fault['ctx']['error']}")
         else:
             message = fault["msg"][0].lower() + fault["msg"][1:]
-            sentences.append(f"{key}={fault['input']!r}: {message}")
-    return sentences
+            lines.append(f"{key}={fault['input']!r}: {message}")
+    return lines
 
 
-def _field_names(path: Sequence[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _field_names(path: Sequence[str], model: type[BaseModel]) -> list[str]:
     for name in path:
         annotation = model.model_fields[name].annotation
         assert isinstance(annotation, type)
@@ -82,6 +92,14 @@ def read_config(path: str, overrides: Sequence[str] = (), *, run_dir: str | None
 
     Raises InputError when the file is missing or not YAML, or an override has no `=`.
     """
+    values = read_values(path, overrides)
+    if run_dir is not None:
+        values["run_dir"] = run_dir
+    return load_config(values, where=path)
+
+
+def read_values(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A YAML recipe with overrides applied, not yet validated. Raises InputError as read_config does."""
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file)
@@ -93,9 +111,7 @@ def read_config(path: str, overrides: Sequence[str] = (), *, run_dir: str | None
         raise InputError(f"{path}: expected groups (target, data, ...) at the top, got {type(values).__name__}")
     for override in overrides:
         apply_override(values, override)
-    if run_dir is not None:
-        values["run_dir"] = run_dir
-    return load_config(values, where=path)
+    return values
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

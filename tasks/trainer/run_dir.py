@@ -14,6 +14,7 @@ profile/                  traces and memory snapshots of chosen steps
 stopped-step-000123.json  sample ids of a step that must not be taken
 lease.json                who works on the run at this moment
 evaluation.json           acceptance and held-out metrics
+judgement.json            of a night's run: counts by prompt, of the draft and of what it must beat
 draft/                    the exported draft
 plots/, report.md, report.json
 receipts/STAGE.json       written last by each stage: what it did. Without it the stage is not done
@@ -217,6 +218,10 @@ class RunDir:
     @property
     def evaluation(self) -> Path:
         return self.root / "evaluation.json"
+
+    @property
+    def judgement(self) -> Path:
+        return self.root / "judgement.json"
 
     @property
     def draft(self) -> Path:

@@ -1,8 +1,9 @@
 """The stages of a run, each a function of (config, run directory, progress) that returns its receipt.
 
 `python -m tasks.trainer.stages STAGE RUN_DIR` runs one as a process of its own: its CUDA memory is freed when it ends,
-a retry starts clean, and torchrun is the same path. It speaks JSON lines on stdout (progress, log, receipt, error) and
-exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or 1.
+a retry starts clean. Where it has several ranks, that process is torchrun's launcher (ranks.py). It speaks JSON lines
+on stdout (progress, log, receipt, error) and exits 0, 2 (the input is wrong), 75 (stopped by SIGTERM, start again) or
+1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from storage.errors import StoreError
 from tasks.trainer.config import Offline, RunConfig, identity_fields
@@ -27,7 +28,11 @@ from tasks.trainer.progress import JsonLines, Progress, emit
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stop import EXIT_INTERRUPTED, interrupted, stop
 
-Stage = Callable[[RunConfig, RunDir, Progress], dict[str, Any]]
+if TYPE_CHECKING:
+    from tasks.trainer.train.parallel import Layout
+
+Stage = Callable[..., dict[str, Any]]
+"""(config, run, progress), and for those that run over ranks (ranks.py) this rank's Layout, too."""
 
 EXIT_INPUT = 2
 
@@ -39,18 +44,18 @@ def prepare(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any
     return prepare_data(config, run, progress)
 
 
-def capture(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+def capture(config: RunConfig, run: RunDir, progress: Progress, layout: Layout | None = None) -> dict[str, Any]:
     """Fill the store with the states it lacks."""
     from tasks.trainer.capture import capture_missing
 
-    return capture_missing(config, run, progress)
+    return capture_missing(config, run, progress, layout=layout)
 
 
-def train(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+def train(config: RunConfig, run: RunDir, progress: Progress, layout: Layout | None = None) -> dict[str, Any]:
     """Train the draft, from the target itself (online) or from the store (offline)."""
     from tasks.trainer.train.stage import train_draft
 
-    return train_draft(config, run, progress)
+    return train_draft(config, run, progress, layout=layout)
 
 
 def evaluate(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
@@ -74,6 +79,20 @@ def report(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]
     return write_report(config, run)
 
 
+def measure(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Of a night: what the champion is worth with a target it was not made for."""
+    from tasks.trainer.nightly.judge import measure_champion
+
+    return measure_champion(config, run, progress)
+
+
+def judge(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Of a night: the exported draft against the champion, prompt by prompt."""
+    from tasks.trainer.nightly.judge import judge_draft
+
+    return judge_draft(config, run, progress)
+
+
 STAGES: dict[str, Stage] = {
     "prepare": prepare,
     "capture": capture,
@@ -81,16 +100,28 @@ STAGES: dict[str, Stage] = {
     "evaluate": evaluate,
     "export": export,
     "report": report,
+    "measure": measure,
+    "judge": judge,
 }
 
 
-def run_stage(stage: str, run: RunDir, progress: Progress) -> dict[str, Any]:
-    """Run one stage under the run's lock and write its receipt last."""
+def run_stage(stage: str, run: RunDir, progress: Progress, *, layout: Layout | None = None) -> dict[str, Any]:
+    """Run one stage under the run's lock and write its receipt last.
+
+    layout: of the first of several ranks; the others wait until it holds the run.
+    """
     with run.lock() as held:
         config = held.config()
         held.drop_receipt(stage)
         inputs = stage_inputs(stage, config, held)
-        receipt = {**STAGES[stage](config, held, progress), "inputs": inputs}
+        if layout is None:
+            receipt = STAGES[stage](config, held, progress)
+        else:
+            from tasks.trainer.train.parallel import START_PATIENCE, meet
+
+            meet(layout, "the run's lease", patience=START_PATIENCE)
+            receipt = STAGES[stage](config, held, progress, layout)
+        receipt = {**receipt, "inputs": inputs}
         held.write_receipt(stage, receipt)
     return receipt
 
@@ -108,6 +139,8 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
         values |= {"export": config.train.export}
     elif stage == "export":
         values |= {"train": run.receipt("train"), "export": config.train.export}
+    elif stage in ("measure", "judge"):
+        values |= {"evaluate": config.evaluate.model_dump(mode="json"), "export": run.receipt("export")}
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -130,11 +163,23 @@ def stages_of(config: RunConfig) -> list[str]:
 
 
 class _EventHandler(logging.Handler):
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
     def emit(self, record: logging.LogRecord) -> None:
-        emit({"event": "log", "level": record.levelname, "message": record.getMessage()})
+        emit({"event": "log", "level": record.levelname, "message": f"{self._prefix}{record.getMessage()}"})
 
 
-def _follow_parent() -> None:
+def speak_json(prefix: str = "", level: int = logging.INFO) -> None:
+    """Logs of this process become JSON lines on stdout. prefix: before each message."""
+    logging.basicConfig(level=level, handlers=[_EventHandler(prefix)])
+    logging.getLogger("tasks").setLevel(level)
+    for noisy in ("httpx", "matplotlib", "transformers", "asyncio", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def follow_parent() -> None:
     """Stop when the process that started us dies without a word (kill -9): nobody would hear our results."""
     parent = os.getppid()
 
@@ -147,18 +192,33 @@ def _follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _over_ranks(stage: str, run_dir: str) -> int | None:
+    """Run a stage over several ranks, and return its exit code; None when one is enough: this process."""
+    from tasks.trainer import ranks  # which imports this module
+
+    run = RunDir.open(run_dir)
+    config, prepared = run.config(), run.receipt("prepare")
+    if stage not in ranks.RANKED or prepared is None:
+        return None
+    nproc = ranks.count_ranks(stage, config, prepared["device"])
+    machines = ranks.find_machines(config.train.nnodes, os.environ)
+    if nproc == 1 and machines is None:
+        return None
+    return ranks.launch(stage, run_dir, nproc=nproc, machines=machines)
+
+
 def main() -> int:
     """Entry of the stage process."""
     parser = argparse.ArgumentParser(prog="python -m tasks.trainer.stages", description=__doc__)
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("run_dir")
     arguments = parser.parse_args()
-    _follow_parent()
-    logging.basicConfig(level=logging.INFO, handlers=[_EventHandler()])
-    logging.getLogger("tasks").setLevel(logging.INFO)
-    for noisy in ("httpx", "matplotlib", "transformers", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    follow_parent()
+    speak_json()
     try:
+        code = _over_ranks(arguments.stage, arguments.run_dir)
+        if code is not None:
+            return code
         with stop.installed(interrupted(f"stage {arguments.stage}")):
             receipt = run_stage(arguments.stage, RunDir.open(arguments.run_dir), JsonLines(arguments.stage))
     except (InputError, StoreError) as error:

@@ -92,6 +92,11 @@ class Stop:
         """Whether SIGTERM came."""
         return self._deadline is not None
 
+    @property
+    def seconds_left(self) -> float:
+        """Until this process ends whatever happens; the whole grace where SIGTERM came to another rank."""
+        return GRACE_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
             os._exit(EXIT_INTERRUPTED)

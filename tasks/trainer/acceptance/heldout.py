@@ -13,6 +13,7 @@ from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.progress import Progress
 from tasks.trainer.train.metrics import Sums
+from tasks.trainer.train.parallel import Layout, meet
 from tasks.trainer.train.sources import StatesSource
 
 
@@ -27,12 +28,21 @@ def heldout_metrics(
     step_loss_decay: float,
     computation: Computation,
     progress: Progress,
+    layout: Layout | None = None,
 ) -> dict[str, Any]:
     """loss (cross entropy, weighted over the depths as in training); step_losses, acc, alpha by depth and simulated
-    tau, over all documents of all packs. head [Vd, D] as in training."""
+    tau, over all documents of all packs. head [Vd, D] as in training. layout: of ranks that divide the packs."""
+    layout = layout or Layout()
     sums = Sums(ttt_steps)
     draft_ids = draft.draft_ids()
-    for done, batch in enumerate(source.batches(packs), start=1):
+    own = packs[layout.data_rank :: layout.data_size]
+    rounds = -(-len(packs) // layout.data_size)
+    batches = source.batches(own)
+    for done in range(1, rounds + 1):
+        meet(layout, f"round {done} of held-out packs")
+        if done > len(own):
+            continue
+        batch = next(batches)
         # Weight 1: the sums of row losses are wanted, not a training loss.
         unrolled = unroll(
             draft,
@@ -44,7 +54,7 @@ def heldout_metrics(
             computation=computation,
         )
         sums.add(unrolled)
-        progress(done, len(packs), "teacher-forced")
-    summary = sums.summary()
+        progress(done, rounds, "teacher-forced")
+    summary = sums.over(layout, "the held-out sums").summary()
     summary["loss"] = sum(step_loss_decay**k / ttt_steps * loss for k, loss in enumerate(summary["step_losses"]))
     return summary

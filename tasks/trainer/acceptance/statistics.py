@@ -100,15 +100,16 @@ def bootstrap_tau(
     assert all(c.num_forwards > 0 for c in counts), "a resample of empty answers has no tau"
     assert baseline is None or len(baseline) == len(counts), "one baseline count a prompt"
     picks = np.random.default_rng(seed).integers(len(counts), size=(samples, len(counts)))
-    values = _resampled_tau(counts, picks)
+    values = resampled_tau(counts, picks)
     if baseline is not None:
-        values = values - _resampled_tau(baseline, picks)
+        values = values - resampled_tau(baseline, picks)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _resampled_tau(counts: Sequence[PromptCounts], picks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def resampled_tau(counts: Sequence[PromptCounts], picks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """tau of each resample, float64 [samples]. picks: int64 [samples, prompts], the prompts it draws."""
     num_tokens = np.array([c.num_tokens for c in counts], dtype=np.float64)
     num_forwards = np.array([c.num_forwards for c in counts], dtype=np.float64)
     ratios: npt.NDArray[np.float64] = num_tokens[picks].sum(1) / num_forwards[picks].sum(1)

@@ -1,5 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, store, store-*,
-codec-quality, quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own: step, ranks, quality, store, store-*, codec-quality."""
 
 from __future__ import annotations
 
@@ -32,6 +31,7 @@ from kernels.bench.errors import BenchError
 from kernels.bench.runner import Bench, Journal, Pool
 from storage.errors import StoreError
 from tasks.trainer.bench import packed as packed_work
+from tasks.trainer.bench import ranks as ranks_work
 from tasks.trainer.bench import step as step_work
 from tasks.trainer.bench import store as store_work
 from tasks.trainer.files import write_json
@@ -41,12 +41,14 @@ from tasks.trainer.stop import EXIT_INTERRUPTED
 def mount(app: typer.Typer) -> None:
     """Add the trainer's commands to a bench command."""
     app.command()(step)
+    app.command()(plan)
     app.command()(store_step)
     app.command()(store_work.store)
     app.command("store-goals")(store_work.print_goals)
     app.command("store-plot")(store_work.store_plot)
     app.command()(codec_quality)
     app.command()(quality)
+    app.command()(ranks)
 
 
 def step(
@@ -86,6 +88,31 @@ def step(
             step_work.measure(bench, step_work.cases(sizes, against=peer is not None, device=device, tiny=tiny))
 
 
+def plan(
+    only: Annotated[
+        str | None, typer.Option("--only", help="Cases by number, for example 1,3; all when not given.")
+    ] = None,
+    out: Out = results.RESULTS,
+    try_: Try = False,
+    device: Device = "cuda",
+    tiny: Tiny = False,
+) -> None:
+    """GPU memory of real steps against what `eyas plan` predicts."""
+    from tasks.trainer.bench import plan as work
+
+    found = work.cases(device=device, tiny=tiny)
+    if only is not None:
+        numbers = read_sizes(only, ())
+        if any(number > len(found) for number in numbers):
+            raise BenchError(f"--only {only}: there are {len(found)} cases")
+        found = [found[number - 1] for number in numbers]
+    journal = Journal.open(out, record=not try_)
+    with Pool(work.GROUPS, device) as pool:
+        pairs = work.measure(Bench(pool, journal, 1), found)
+    if device == "cuda":
+        typer.echo(f"largest error of the predicted peak: {work.worst_error(pairs):.1%}")
+
+
 def store_step(
     presets: Annotated[str, typer.Option("--presets", help="Encodings, separated by commas.")] = "near,lossless",
     url: Annotated[str, typer.Option("--url", help="Store to fill and to read; kept.")] = "bench/store",
@@ -117,6 +144,41 @@ def store_step(
                 f"{row.stored_mb:,.1f}",
             )  # fmt: skip
     Console(stderr=True).print(table)
+
+
+def ranks(
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="The most ranks; every number up to it is taken.")] = 2,
+    variants: Annotated[
+        str, typer.Option("--variants", help="online, offline, context, separated by commas.")
+    ] = "online,offline,context",
+    target: Annotated[str, typer.Option("--target", help="Shape: qwen3-8b, qwen3-4b or qwen3-1.7b.")] = "qwen3-8b",
+    pack_tokens: Annotated[int, typer.Option("--pack-tokens", min=8, help="Tokens of a pack.")] = 8192,
+    packs: Annotated[int, typer.Option("--packs", min=1, help="Packs of a rank in a step.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a turn.")] = 4,
+    context_tokens: Annotated[
+        int, typer.Option("--context-tokens", min=64, help="context: tokens of one GPU; n ranks take n times these.")
+    ] = 32768,
+    context_checkpointing: Annotated[
+        str, typer.Option("--context-checkpointing", help="context: none, mlp or step.")
+    ] = "none",
+    out: Out = results.RESULTS,
+    rounds: Rounds = 2,
+    try_: Try = False,
+    device: Device = "cuda",
+    tiny: Tiny = False,
+) -> None:
+    """Training throughput of 1 to n ranks of this machine, online and offline; a context shared by ranks."""
+    chosen = [variant.strip() for variant in variants.split(",")]
+    unknown = [variant for variant in chosen if variant not in ranks_work.VARIANTS]
+    if unknown:
+        raise BenchError(f"--variants {','.join(unknown)} is unknown: use {', '.join(ranks_work.VARIANTS)}")
+    settings = ranks_work.settings_of(
+        target=target, pack_tokens=pack_tokens, packs=packs, steps=steps, rounds=rounds, device=device, tiny=tiny,
+        context_tokens=context_tokens, context_checkpointing=context_checkpointing,
+    )  # fmt: skip
+    journal = Journal.open(out, record=not try_)
+    for line in ranks_work.describe(ranks_work.measure(journal, settings, variants=chosen, nproc=nproc)):
+        journal.say(line)
 
 
 def codec_quality(

@@ -12,7 +12,7 @@ from tasks.trainer.data.mask import ChatRenderer
 from tasks.trainer.data.prepared import PreparedData, make_samples, prompt_id, split
 from tasks.trainer.data.read import Conversation, Refusals, read_conversations
 from tasks.trainer.data.regenerate import regenerate
-from tasks.trainer.data.vocabulary import build_vocabulary
+from tasks.trainer.data.vocabulary import build_vocabulary, parent_vocabulary
 from tasks.trainer.errors import InputError
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
@@ -74,9 +74,12 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         prepared[name] = PreparedData.write(folder, samples, own)
         refusals.merge(own)
     target_vocab_size = int(text.config.vocab_size)
-    vocabulary = build_vocabulary(
-        prepared["train"].count_supervised(target_vocab_size), config.draft.vocab_size, text.eos_token_ids
-    )
+    counts = prepared["train"].count_supervised(target_vocab_size)
+    if config.draft.vocabulary == "parent":
+        assert config.draft.init is not None, "the config checks it"
+        vocabulary = parent_vocabulary(config.draft.init, counts)
+    else:
+        vocabulary = build_vocabulary(counts, config.draft.vocab_size, text.eos_token_ids)
     vocabulary.save(run.vocabulary)
     return {
         "target": config.target.model,

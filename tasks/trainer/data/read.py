@@ -104,23 +104,39 @@ def read_conversations(
     """
     if not urls:
         raise InputError("data.source names no file: give at least one JSONL path or URL")
-    conversations: list[Conversation] = []
     refusals = Refusals()
+    conversations = [found for found, _ in stream_conversations(urls, on_error=on_error, refusals=refusals)]
+    if not conversations:
+        raise InputError(f"no line of {', '.join(urls)} is a conversation: {refusals.summary()}")
+    return conversations, refusals
+
+
+def stream_conversations(
+    urls: Sequence[str],
+    *,
+    on_error: Literal["stop", "skip"] = "stop",
+    refusals: Refusals,
+    empty_files: bool = False,
+) -> Iterator[tuple[Conversation, bytes]]:
+    """The conversations of JSON Lines files one by one, each with its line as it was read; memory holds one of them.
+
+    refusals: receives the counts. empty_files: whether a file may have no line. Raises InputError as
+    `read_conversations`, but not for a set without conversations.
+    """
     for url in urls:
         any_line = False
         for line, raw in _lines(url):
             any_line = True
             try:
-                conversations.append(Conversation(url, line, _parse(raw)))
+                messages = _parse(raw)
             except _BadLineError as bad:
                 if on_error == "stop":
                     raise InputError(f"{url}, line {line}: {bad.what}") from None
                 refusals.add(bad.reason, f"{url}, line {line}")
-        if not any_line:
+                continue
+            yield Conversation(url, line, messages), raw
+        if not any_line and not empty_files:
             raise InputError(f"{url} is empty: expected one JSON conversation a line")
-    if not conversations:
-        raise InputError(f"no line of {', '.join(urls)} is a conversation: {refusals.summary()}")
-    return conversations, refusals
 
 
 def _lines(url: str) -> Iterator[tuple[int, bytes]]:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import sync_file, sync_folder
+from tasks.trainer.parent import find_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +105,35 @@ def build_vocabulary(counts: npt.NDArray[np.int64], size: int | None, special: C
     return Vocabulary(
         d2t=target_ids - np.arange(size, dtype=np.int64), t2d=t2d, coverage=int(counts[t2d].sum()) / total
     )
+
+
+def parent_vocabulary(init: str, counts: npt.NDArray[np.int64]) -> Vocabulary:
+    """The vocabulary of an earlier draft (draft.init), with its coverage of tonight's data.
+
+    Args:
+        counts: int64 [V], how often each token is supervised.
+
+    Raises:
+        InputError: the draft cannot be read, or its d2t is not of this target.
+    """
+    files = find_parent(init)
+    d2t = None
+    for path in files.weights:
+        try:
+            with safe_open(path, framework="np") as file:
+                if "d2t" in file.keys():  # noqa: SIM118 - no mapping
+                    d2t = file.get_tensor("d2t").astype(np.int64)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"draft.init={init!r}: {path.name} is damaged ({str(error).splitlines()[0]})") from None
+    if d2t is None:  # the target's whole vocabulary
+        d2t = np.zeros(len(counts), dtype=np.int64)
+    target_ids = d2t + np.arange(len(d2t), dtype=np.int64)
+    rising = len(target_ids) > 0 and bool((np.diff(target_ids) > 0).all())
+    if not rising or target_ids[0] < 0 or target_ids[-1] >= len(counts):
+        raise InputError(
+            f"draft.init={init!r}: its d2t names no tokens of this target's {len(counts)}; use draft.vocabulary=data, "
+            "or give a draft of this target"
+        )
+    t2d = np.zeros(len(counts), dtype=np.bool_)
+    t2d[target_ids] = True
+    return Vocabulary(d2t=d2t, t2d=t2d, coverage=int(counts[t2d].sum()) / max(1, int(counts.sum())))

@@ -103,3 +103,9 @@ def active_runs(
         runs += [(first_row + start, first_row + end) for start, end in of_document]
         first_row += length
     return tuple(runs)
+
+
+def moved(index: Tensor, device: torch.device) -> Tensor:
+    """An index made here, on the training device; the host does not wait for what that has queued."""
+    # Of pageable memory a copy would.
+    return (index.pin_memory() if device.type == "cuda" else index).to(device, non_blocking=True)

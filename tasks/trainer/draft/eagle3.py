@@ -12,14 +12,16 @@ Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tasks.trainer.draft.rope import Rope
+
+T = TypeVar("T")
 
 VARIANTS = ("eagle3", "eagle3.1")
 
@@ -188,6 +190,10 @@ class Eagle3Draft(nn.Module):
             if last_layer:
                 draft._start_from(last_layer)
         return draft
+
+    def forward(self, body: Callable[[Eagle3Draft], T]) -> T:
+        """body(self): FSDP2 acts around a call of the module, and the draft is called in parts."""
+        return body(self)
 
     def _start_from(self, layer: Mapping[str, Tensor]) -> None:
         """Become the target's last layer on the highest auxiliary state; the embedding's half of q, k, v stays random.

@@ -280,17 +280,17 @@ class SharedRows:
 
 
 def step_rows(
-    shifted: Tensor, rows: Tensor | None, document_lengths: Sequence[int], *, all_at_first: bool = False
+    shifted: Tensor, rows: Tensor | None, document_lengths: Sequence[int], *, at_first: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor | slice]]:
     """The tokens that the steps read, and where in them each step's rows lie.
 
-    shifted int64 [K, T] on the host (Alignment); rows int64 [A], None for all T. all_at_first: step 0 reads for all T
-    rows. Returns token rows int64 [n], and K indices of A (or T) rows into them: slices for one document whole
-    (nothing is copied), else int64.
+    shifted int64 [K, T] on the host (Alignment); rows int64 [A], None for all T. at_first: the rows that step 0
+    reads for, if they are others. Returns token rows int64 [n], and K indices of A (or T) rows into them: slices for
+    one document whole (nothing is copied), else int64.
     """
     ttt_steps, num_tokens = shifted.shape
     if rows is not None:
-        reads = [shifted[0] if all_at_first else shifted[0, rows], *shifted[1:, rows]]
+        reads = [shifted[0, rows if at_first is None else at_first], *shifted[1:, rows]]
         is_read = torch.zeros(num_tokens, dtype=torch.bool)
         is_read[torch.cat(reads)] = True
         number = is_read.cumsum(0) - 1

@@ -11,7 +11,8 @@ The base block stays `query row >= key row` at every step. The frequently quoted
 step belongs to a column-aligned layout; in this layout it is wrong by half the logits' scale at step 2. The proof is
 the drafting equivalence test: the unroll equals drafting one token after another with a key/value cache.
 
-With several layers, each attends to its own keys by the same rule.
+With several layers, each attends to its own keys by the same rule. Ranks that share a pack do so too, after step 0's
+keys have been exchanged (context.py).
 
 Only active rows are computed (alignment.py); the others give their step-0 key and value, and for that the layers below
 the last run step 0 on all rows.
@@ -26,14 +27,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from kernels.linear_soft_target_loss import HiddenTargets, TopKTargets, linear_soft_target_loss
-from kernels.soft_target_loss import soft_target_loss
 from kernels.ttt_attention import ttt_attention
-from tasks.trainer.draft.alignment import Alignment, active_runs, align
+from tasks.trainer.draft.alignment import Alignment, active_runs, align, moved
+from tasks.trainer.draft.context import ContextShare, KeyExchange, indices, own_rows_only
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.layer import Layer, Memory, Pieces, SharedRows, checkpointed, step_rows
+from tasks.trainer.draft.losses import Pairs, compute_losses, targets_of
 
 if TYPE_CHECKING:
     from tasks.trainer.train.batches import Batch
@@ -58,7 +60,8 @@ class Computation:
     """How the unroll is computed; none of it changes what is computed.
 
     attention: a backend of kernels.ttt_attention. loss: "linear" (no logits are stored), or a backend of
-    kernels.soft_target_loss, which takes logits. loss_backend: "triton" or "torch", for "linear".
+    kernels.soft_target_loss, which takes logits. loss_backend: "triton" or "torch", for "linear". context_group: the
+    ranks that share a pack, for batches that are a rank's share (draft/context.py).
     """
 
     attention: str
@@ -66,6 +69,7 @@ class Computation:
     loss_backend: str = "torch"
     pieces: Pieces = field(default_factory=Pieces)
     memory: Memory = field(default_factory=Memory)
+    context_group: dist.ProcessGroup | None = None
 
 
 def unroll_hidden(
@@ -77,17 +81,21 @@ def unroll_hidden(
     alignment: Alignment,
     computation: Computation,
     runs: Sequence[tuple[int, int]] | None = None,
+    share: ContextShare | None = None,
 ) -> Iterator[Tensor]:
     """What the head reads of the computed rows at each TTT step, K tensors [A, D].
 
     aux_hidden [T, 3D] in the draft's dtype; token_ids int64 [T]; alignment: on the host. runs: the row ranges to
-    compute (active_runs), A rows in all; None for all T.
+    compute (active_runs), A rows in all; None for all T. share: of a rank that owns L rows: aux_hidden is then theirs
+    alone, [L, 3D], and runs are among them.
     """
-    steps = _Steps(draft, token_ids, document_lengths, alignment, computation, runs)
+    steps = _Steps(draft, token_ids, document_lengths, alignment, computation, runs, share)
     hidden, handle = draft.fuse(aux_hidden), steps.handle
     known = steps.no_keys
     for number in range(alignment.shifted.shape[0]):
-        if number == 0 and steps.some_rows:
+        if number == 0 and share is not None:
+            output, handle, known = steps.first_of_share(hidden, handle)
+        elif number == 0 and steps.some_rows:
             output, handle, known = steps.first_of_some(hidden, handle)
         else:
             output, handle, known = steps.run(number, hidden, handle, known)
@@ -110,6 +118,7 @@ class _Steps:
         alignment: Alignment,
         computation: Computation,
         runs: Sequence[tuple[int, int]] | None,
+        share: ContextShare | None,
     ) -> None:
         self._draft, self._computation, self._document_lengths = draft, computation, document_lengths
         self._layers = [
@@ -117,19 +126,26 @@ class _Steps:
             for number in range(draft.config.num_layers)
         ]
         device = token_ids.device
-        rows = None
-        if runs is not None and sum(end - start for start, end in runs) < token_ids.shape[0]:
-            rows = torch.cat([torch.arange(start, end) for start, end in runs]) if runs else torch.arange(0)
+        # First the rows whose keys step 0 makes, then the rows that are computed, as numbers of the pack's.
+        first, rows = torch.arange(token_ids.shape[0]), None
+        if share is not None:
+            assert computation.context_group is not None, "a share of a pack needs the group that it is shared with"
+            assert runs is not None
+            self._exchange = KeyExchange(share, computation.context_group, device)
+            self._first_runs, first = share.own, share.own_rows
+        if runs is not None and (share is not None or sum(end - start for start, end in runs) < first.shape[0]):
+            rows = indices(runs)
         self.some_rows = rows is not None
         self._runs = None if rows is None else runs
-        self._all_positions = self._positions = _moved(alignment.positions, device)
+        self._all_positions = self._positions = moved(alignment.positions[first], device)
         if rows is not None:
-            self._rows = _moved(rows, device)
+            self._rows = moved(torch.searchsorted(first, rows), device)
             self._positions = self._all_positions[self._rows]
-            self._tokens = token_ids[_moved(alignment.shifted[0], device)]
-        read, indices = step_rows(alignment.shifted, rows, document_lengths, all_at_first=draft.config.num_layers > 1)
-        self._shared = SharedRows(self._layers[0].project_tokens(token_ids[_moved(read, device)]))
-        self._takes = [index if isinstance(index, slice) else _moved(index, device) for index in indices]
+            self._tokens = token_ids[moved(alignment.shifted[0, first], device)]
+        at_first = first if draft.config.num_layers > 1 else rows
+        read, takes = step_rows(alignment.shifted, rows, document_lengths, at_first=at_first)
+        self._shared = SharedRows(self._layers[0].project_tokens(token_ids[moved(read, device)]))
+        self._takes = [index if isinstance(index, slice) else moved(index, device) for index in takes]
         self.handle = self._shared.handle
         self.no_keys: list[_Known] = [((), ())] * draft.config.num_layers
 
@@ -153,8 +169,26 @@ class _Steps:
         key, value = last.keys_and_values(hidden, projected, *self._draft.rope.angles(self._all_positions))
         # index_select: the backward of hidden[rows] would sort the rows before adding them.
         hidden = hidden.index_select(0, self._rows)
-        output, handle = self._again(self._finish_first, hidden, handle, ((key,), (value,)))
+        output, handle = self._again(
+            self._finish_first, last, hidden, handle, ((key,), (value,)), self._positions, self._runs
+        )
         return output, handle, [*known, ((key,), (value,))]
+
+    def first_of_share(self, hidden: Tensor, handle: Tensor) -> _Taken:
+        """Step 0 of a rank that owns some rows: each layer's keys and values are exchanged before anyone attends, and
+        outside of what runs again in the backward. hidden [L, D] -> output [A, D]."""
+        known: list[_Known] = []
+        angles = self._draft.rope.angles(self._all_positions)
+        for number, layer in enumerate(self._layers):
+            projected = None if number else layer.project_tokens(self._tokens, keys_only=True)
+            key, value = self._exchange.gather(*layer.keys_and_values(hidden, projected, *angles))
+            known.append(((key,), (value,)))
+            positions = self._all_positions
+            runs: Sequence[tuple[int, int]] | None = self._first_runs
+            if layer is self._layers[-1]:
+                hidden, positions, runs = hidden.index_select(0, self._rows), self._positions, self._runs
+            hidden, handle = self._again(self._finish_first, layer, hidden, handle, known[-1], positions, runs)
+        return hidden, handle, known
 
     def _again(self, function: Callable[..., Any], *arguments: Any) -> Any:
         run_again = self._computation.memory.checkpointing == "step"
@@ -183,13 +217,21 @@ class _Steps:
             projected = None
         return hidden, handle, after
 
-    def _finish_first(self, hidden: Tensor, handle: Tensor, known: _Known) -> tuple[Tensor, Tensor]:
-        """Step 0 of the last layer for the computed rows. known: its keys and values of all rows."""
-        last, projected = self._layers[-1], None
-        if len(self._layers) == 1:
-            handle, projected = self._shared.take(handle, self._takes[0], last.query_columns)
-        query = last.queries(hidden, projected, *self._draft.rope.angles(self._positions))
-        return last.finish(self._attend(query, known, self._runs), hidden), handle
+    def _finish_first(
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        handle: Tensor,
+        known: _Known,
+        positions: Tensor,
+        query_runs: Sequence[tuple[int, int]] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Step 0 of one layer, whose keys and values are known, for the rows of hidden."""
+        projected = None
+        if layer is self._layers[0]:
+            handle, projected = self._shared.take(handle, self._takes[0], layer.query_columns)
+        query = layer.queries(hidden, projected, *self._draft.rope.angles(positions))
+        return layer.finish(self._attend(query, known, query_runs), hidden), handle
 
     def _attend(self, query: Tensor, known: _Known, query_runs: Sequence[tuple[int, int]] | None) -> Tensor:
         (base_key, *step_keys), (base_value, *step_values) = known
@@ -203,11 +245,6 @@ class _Steps:
             query_runs=query_runs,
             backend=self._computation.attention,
         )
-
-
-def _moved(index: Tensor, device: torch.device) -> Tensor:
-    # Of pageable memory a copy waits for what the device has queued.
-    return (index.pin_memory() if device.type == "cuda" else index).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +288,12 @@ def unroll(
     device = batch.token_ids.device
     objective = objective or Objective()
     alignment = align(batch.loss_mask, batch.document_lengths, ttt_steps)
-    runs = active_runs(alignment.counts, batch.document_lengths)
+    if batch.share is None:
+        expected = alignment.counts[0].nonzero().flatten() + 1
+        assert torch.equal(expected, batch.target_rows), "the batch's target rows are not those of its mask"
+        runs = active_runs(alignment.counts, batch.document_lengths)
+    else:
+        alignment, runs = own_rows_only(alignment, batch.document_lengths, batch.share.own)
     rows, target_rows = _rows_of_steps(alignment, runs, batch.target_rows)
     target_index = draft_ids[batch.target_argmax.long()]
     hidden = list(
@@ -263,22 +305,18 @@ def unroll(
             alignment=alignment,
             computation=computation,
             runs=runs,
+            share=batch.share,
         )
     )
-    pairs = _Pairs(
-        hidden, _targets(batch, head, draft_ids), rows, target_rows, target_index, batch.target_lse, row_weight
+    pairs = Pairs(
+        hidden, targets_of(batch, head, draft_ids), rows, target_rows, target_index, batch.target_lse, row_weight
     )
-    if computation.loss == "linear":
-        losses = _linear_losses(draft, pairs, computation, objective, draft_head)
-    else:
-        assert draft_head is None, "only the linear loss takes the head's master"
-        losses = _losses_from_logits(draft, pairs, computation, objective)
-    total, loss_sums, correct, alpha = losses
+    total, loss_sums, correct, alpha = compute_losses(draft, pairs, computation, objective, draft_head)
     # Simulated tau: over the rows valid at all K steps, which are the last step's; their places among each step's rows.
     last = alignment.counts[-1].nonzero().flatten()
     first = torch.tensor([0, *(index.shape[0] for index in rows[:-1])]).cumsum(0)
     places = (alignment.counts.cumsum(1) - 1)[:, last] + first[:, None]
-    tau_sum = torch.cat(list(correct))[_moved(places, device)].to(torch.int32).cumprod(0).sum()
+    tau_sum = torch.cat(list(correct))[moved(places, device)].to(torch.int32).cumprod(0).sum()
     sums = torch.stack(
         [
             loss_sums.double(),
@@ -294,100 +332,15 @@ def _rows_of_steps(
     alignment: Alignment, runs: Sequence[tuple[int, int]], target_rows: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The rows that count at each step, as numbers among the computed rows, and their soft targets, as numbers among
-    the target rows. int64, ascending, on the host."""
+    the target rows, of which some may be nobody's. int64, ascending, on the host."""
     num_tokens = alignment.positions.shape[0]
     computed = torch.zeros(num_tokens, dtype=torch.bool)
     for start, end in runs:
         computed[start:end] = True
     number = computed.cumsum(0) - 1
     counting = [of_step.nonzero().flatten() for of_step in alignment.counts]
-    assert torch.equal(counting[0] + 1, target_rows), "the batch's target rows are not those of its mask"
-    target_number = torch.empty(num_tokens, dtype=torch.int64)
+    target_number = torch.full((num_tokens,), -1)
     target_number[target_rows] = torch.arange(target_rows.shape[0])
-    return (
-        [number[index] for index in counting],
-        [target_number[shifted[index]] for shifted, index in zip(alignment.shifted, counting, strict=True)],
-    )
-
-
-def _targets(batch: Batch, head: Tensor, draft_ids: Tensor) -> HiddenTargets | TopKTargets:
-    """The soft targets as the loss takes them: stored tokens as draft-vocabulary indices."""
-    if batch.last_hidden is not None:
-        return HiddenTargets(last_hidden=batch.last_hidden, head=head)
-    assert batch.top_k is not None
-    return TopKTargets(index=draft_ids[batch.top_k.ids.long()], log_probability=batch.top_k.log_probabilities)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """What the losses of all K steps compare.
-
-    hidden: K [A, D], what the head reads. rows, target_rows: K int64 [n_k] on the host, the rows that count and their
-    rows of the targets. target_index int64 [M], target_lse fp32 [M]: of the targets. row_weight [K].
-    """
-
-    hidden: list[Tensor]
-    targets: HiddenTargets | TopKTargets
-    rows: Sequence[Tensor]
-    target_rows: Sequence[Tensor]
-    target_index: Tensor
-    target_lse: Tensor
-    row_weight: Sequence[float]
-
-
-_Losses = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
-
-
-def _linear_losses(
-    draft: Eagle3Draft, pairs: _Pairs, computation: Computation, objective: Objective, draft_head: Tensor | None
-) -> _Losses:
-    weight = draft.lm_head.weight
-    result = linear_soft_target_loss(
-        pairs.hidden,
-        weight if draft_head is None else draft_head,
-        pairs.targets,
-        head_compute=None if draft_head is None else weight.detach(),
-        rows=pairs.rows,  # on the host, where the loss plans its products
-        target_rows=pairs.target_rows,
-        target_index=pairs.target_index,
-        target_lse=pairs.target_lse,
-        row_weight=pairs.row_weight,
-        objective=objective.name,
-        mixing=objective.mixing,
-        lk_decay=objective.lk_decay,
-        temperature=objective.temperature,
-        # The norm's output: nobody else reads it, unless it is what the next step reads.
-        overwrite_hidden=torch.is_grad_enabled() and not draft.config.norm_output,
-        backend=computation.loss_backend,
-    )
-    return result.loss, result.loss_sums, result.correct, result.alpha
-
-
-def _losses_from_logits(draft: Eagle3Draft, pairs: _Pairs, computation: Computation, objective: Objective) -> _Losses:
-    targets, device = pairs.targets, pairs.target_lse.device
-    if isinstance(targets, TopKTargets):
-        raise ValueError(f"train.loss={computation.loss} reads last hidden states, not top-k tokens; use linear")
-    # The soft targets of all steps are the same rows shifted, so they are projected once.
-    with torch.no_grad():
-        target_logits = targets.last_hidden.to(targets.head.dtype) @ targets.head.T
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    sums, correct, alpha = [], [], []
-    for step, of_step in enumerate(pairs.hidden):
-        result = soft_target_loss(
-            draft.lm_head(of_step[_moved(pairs.rows[step], device)]),
-            target_logits,
-            target_row=_moved(pairs.target_rows[step], device),
-            target_index=pairs.target_index,
-            target_lse=pairs.target_lse,
-            weight=pairs.row_weight[step],
-            objective=objective.name,
-            mixing=None if objective.mixing is None else objective.mixing[step],
-            lk_decay=objective.lk_decay,
-            temperature=objective.temperature,
-            backend=computation.loss,
-        )
-        total = total + result.loss
-        sums.append(result.loss_sum)
-        correct.append(result.correct)
-        alpha.append(result.alpha)
-    return total, torch.stack(sums), correct, alpha
+    read = [target_number[shifted[index]] for shifted, index in zip(alignment.shifted, counting, strict=True)]
+    assert bool((torch.cat(read) >= 0).all()), "the batch lacks target rows of its mask"
+    return [number[index] for index in counting], read

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import target_rows
+from tasks.trainer.draft.context import ContextShare, Part
 from tasks.trainer.target import TargetStates, TopTokens
 from tasks.trainer.train.packing import pack_documents
 
@@ -29,6 +30,9 @@ class Batch:
     token_ids int64 [T]; loss_mask bool [T], from which every index is made before the forward (draft/alignment.py);
     document_lengths sum to T; aux_hidden bfloat16 [T, 3D]; target_rows int64 [R]: ascending rows of the pack. Of these:
     target_argmax int32 [R], target_lse float32 [R], and one of last_hidden bfloat16 [R, D] and top_k.
+
+    share: of a rank that shares its packs. Then aux_hidden is that of its L own rows, and the target rows are those
+    that its rows read, and few more; ids, mask and lengths are still the whole pack's.
     """
 
     sample_ids: tuple[str, ...]
@@ -41,6 +45,7 @@ class Batch:
     target_lse: Tensor
     last_hidden: Tensor | None = None
     top_k: TopTokens | None = None
+    share: ContextShare | None = None
 
     def to(self, device: str) -> Batch:
         """The same batch on another device."""
@@ -97,24 +102,66 @@ class Packs:
             epoch, first = epoch + 1, 0
 
 
-def assemble(samples: Sequence[PreparedSample], states: Sequence[TargetStates]) -> Batch:
-    """Put whole documents one after another into a batch; states: theirs, in the same order."""
+def assemble(
+    samples: Sequence[PreparedSample], states: Sequence[TargetStates | None], *, share: ContextShare | None = None
+) -> Batch:
+    """Put whole documents one after another into a batch; states: theirs, in the same order.
+
+    share: of a rank that shares its packs; it needs no states of documents of which it has no part.
+    """
     lengths = tuple(len(sample.token_ids) for sample in samples)
     loss_mask = torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]))
-    hidden = [s.last_hidden for s in states if s.last_hidden is not None]
-    top = [s.top_k for s in states if s.top_k is not None]
-    assert len(hidden) in (0, len(states)), "soft targets of two kinds in one pack"
+    if share is None:
+        kept, rows = [s for s in states if s is not None], target_rows(loss_mask, lengths)
+        assert len(kept) == len(samples)
+    else:
+        parts = share.parts(lengths)
+        kept, rows = (
+            [_part_of(samples[p.document], states[p.document], p) for p in parts],
+            rows_of_parts(loss_mask, lengths, parts),
+        )
+    hidden = [s.last_hidden for s in kept if s.last_hidden is not None]
+    top = [s.top_k for s in kept if s.top_k is not None]
+    assert len(hidden) in (0, len(kept)), "soft targets of two kinds in one pack"
     return Batch(
         sample_ids=tuple(sample.sample_id for sample in samples),
         document_lengths=lengths,
         token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in samples]).astype(np.int64)),
         loss_mask=loss_mask,
-        aux_hidden=torch.cat([s.aux_hidden for s in states]),
-        target_rows=target_rows(loss_mask, lengths),
-        target_argmax=torch.cat([s.target_argmax for s in states]),
-        target_lse=torch.cat([s.target_lse for s in states]),
+        aux_hidden=torch.cat([s.aux_hidden for s in kept]),
+        target_rows=rows,
+        target_argmax=torch.cat([s.target_argmax for s in kept]),
+        target_lse=torch.cat([s.target_lse for s in kept]),
         last_hidden=torch.cat(hidden) if hidden else None,
         top_k=TopTokens(torch.cat([t.ids for t in top]), torch.cat([t.log_probabilities for t in top]))
         if top
         else None,
+        share=share,
+    )
+
+
+def rows_of_parts(loss_mask: Tensor, document_lengths: Sequence[int], parts: Sequence[Part]) -> Tensor:
+    """The target rows of a share: those of each part's tokens, as if they were a document. int64, ascending, rows of
+    the pack: what the parts' rows read (draft/alignment.py) and up to their last token but one."""
+    first = [0, *np.cumsum(document_lengths).tolist()]
+    rows = []
+    for part in parts:
+        start, stop = first[part.document] + part.start, first[part.document] + part.stop
+        rows.append(target_rows(loss_mask[start:stop], [stop - start]) + start)
+    return torch.cat(rows)
+
+
+def _part_of(sample: PreparedSample, states: TargetStates | None, part: Part) -> TargetStates:
+    """The states of one part: auxiliary ones of its rows, soft targets of its tokens' target rows."""
+    assert states is not None, f"no states of sample {sample.sample_id}, of which the share has rows"
+    rows = target_rows(torch.from_numpy(np.array(sample.loss_mask)), [len(sample.loss_mask)])
+    low, high = torch.searchsorted(rows, torch.tensor([part.start + 1, part.stop - 1])).tolist()
+    targets = slice(low, max(low, high))
+    top = states.top_k and TopTokens(states.top_k.ids[targets], states.top_k.log_probabilities[targets])
+    return TargetStates(
+        aux_hidden=states.aux_hidden[part.start : part.end],
+        target_argmax=states.target_argmax[targets],
+        target_lse=states.target_lse[targets],
+        last_hidden=None if states.last_hidden is None else states.last_hidden[targets],
+        top_k=top,
     )

@@ -3,6 +3,11 @@
 A checkpoint folder is written under another name, synced and renamed; `state.json` carries the files' digests. The
 newest whole one is used; a damaged one is named in a warning and the one before it taken. Kept are the newest few
 and the best by the held-out tau that metrics.jsonl tells. The price: 12 bytes a parameter each.
+
+A run goes on with any number of ranks, for what is read are whole tensors. The draft is one file always: evaluation,
+export and warm starts read it. So are the moments of ranks that hold all of them, which leave the writing to the first;
+of a sharded draft torch.distributed.checkpoint writes each rank's share of them, as safetensors (nothing is pickled),
+and puts them together when they are read.
 """
 
 from __future__ import annotations
@@ -12,14 +17,22 @@ import json
 import logging
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.tensor import DTensor
 
 from tasks.trainer.draft.eagle3 import DraftConfig
 from tasks.trainer.errors import InputError
@@ -27,11 +40,15 @@ from tasks.trainer.files import digest, read_json, sync_file, sync_folder, write
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.train.batches import Position
 from tasks.trainer.train.curves import best_steps, read_heldout
+from tasks.trainer.train.parallel import Layout, from_first, meet, tensors_from_first
+from tasks.trainer.train.sharding import whole_tensor
 
 logger = logging.getLogger(__name__)
 
 _DRAFT, _OPTIMIZER, _RANDOM = "draft.safetensors", "optimizer.safetensors", "random.safetensors"
-_FILES = (_DRAFT, _OPTIMIZER, _RANDOM)
+
+# What ranks wait for one that writes: a slow disk is no dead rank.
+PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +84,34 @@ class Written:
         return cls(**written) if written else None
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: int | None = None) -> tuple[Path, Written]:
-    """Write `folder/step-NNNNNN`, then delete all but the `keep` newest and the one of step `best`."""
+def save(
+    folder: Path, checkpoint: Checkpoint, *, keep: int, best: int | None = None, layout: Layout | None = None
+) -> tuple[Path, Written] | None:
+    """Write `folder/step-NNNNNN`, then delete all but the `keep` newest and the one of step `best`.
+
+    layout: of several ranks, which all call this. Returns None on those that are not the first. Raises InputError when
+    the ranks of a sharded draft do not see one folder.
+    """
+    layout = layout or Layout()
     started = time.monotonic()
     home = folder / f"step-{checkpoint.step:06d}"
     scratch = folder / f".{home.name}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    if layout.is_first:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+    draft = {name: whole_tensor(tensor) for name, tensor in checkpoint.draft.items()}
+    files = [_DRAFT, _RANDOM]
+    if any(isinstance(tensor, DTensor) for tensor in checkpoint.optimizer.values()):
+        files += _save_shares(scratch, checkpoint.optimizer, layout)
+    elif layout.is_first:
+        _save_file(checkpoint.optimizer, scratch / _OPTIMIZER)
+        files.append(_OPTIMIZER)
+    if not layout.is_first:
+        return None
+    _save_file(draft, scratch / _DRAFT)
+    _save_file(checkpoint.random, scratch / _RANDOM)
     digests, num_bytes = {}, 0
-    for name, tensors in zip(_FILES, (checkpoint.draft, checkpoint.optimizer, checkpoint.random), strict=True):
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, scratch / name)
+    for name in files:
         sync_file(scratch / name)
         digests[name] = digest(scratch / name)
         num_bytes += (scratch / name).stat().st_size
@@ -104,6 +139,79 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: int | None = 
     for left in folder.glob(".old-*"):
         shutil.rmtree(left)
     return home, written
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+
+
+def _save_shares(scratch: Path, tensors: dict[str, Tensor], layout: Layout) -> list[str]:
+    """Write every rank's share of the moments; returns the files' names."""
+    meet(layout, "a sharded checkpoint", patience=PATIENCE)  # the folder is there
+    parts = scratch / "parts"
+    if not scratch.is_dir():
+        raise InputError(
+            f"{scratch.parent} is not the same folder on every machine, and of a sharded draft every rank writes its "
+            "share: give a run_dir that all see, or use train.sharding=ddp"
+        )
+    writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
+    save_distributed(dict(tensors), storage_writer=writer, process_group=layout.host_group)
+    if not layout.is_first:
+        return []
+    names: list[str] = []
+    for part in sorted(parts.glob("*.safetensors")):
+        names.append(f"optimizer-{len(names) + 1:05d}.safetensors")
+        part.rename(scratch / names[-1])
+    shutil.rmtree(parts)
+    return names
+
+
+def _load_shares(path: Path) -> dict[str, Tensor]:
+    """The moments, whole, from the shares of however many ranks."""
+    reader = HuggingFaceStorageReader(str(path))
+    found = reader.read_metadata().state_dict_metadata
+    # The reader sees the folder's other files, too; moments are named PARAMETER.MOMENT.
+    with safe_open(path / _DRAFT, framework="pt") as draft:
+        parameters = set(draft.keys())
+    tensors = {
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in found.items()
+        if isinstance(metadata, TensorStorageMetadata) and name.rpartition(".")[0] in parameters
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        load_distributed(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def from_first_rank(layout: Layout, found: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that rank 0 found, on every rank; others give None."""
+    if layout.host_group is None:
+        return found
+    told = None
+    if found is not None:
+        told = {
+            "step": found.step,
+            "position": [found.position.epoch, found.position.pack],
+            "identity": found.identity,
+            "shape": asdict(found.shape),
+            "data_hash": found.data_hash,
+        }
+    told = from_first(layout, told, "the checkpoint to continue")
+    if told is None:
+        return None
+    tensors = {
+        part: tensors_from_first(layout, getattr(found, part) if found else {}, "the checkpoint to continue")
+        for part in ("draft", "optimizer", "random")
+    }
+    return Checkpoint(
+        step=told["step"],
+        position=Position(*told["position"]),
+        identity=told["identity"],
+        shape=DraftConfig(**{**told["shape"], "aux_layer_ids": tuple(told["shape"]["aux_layer_ids"])}),
+        data_hash=told["data_hash"],
+        **tensors,
+    )
 
 
 def load_latest(folder: Path, *, identity: str | None = None, data_hash: str = "") -> Checkpoint | None:
@@ -191,7 +299,7 @@ def _read(path: Path, state: dict[str, Any]) -> Checkpoint:
         data_hash=state["data_hash"],
         shape=shape,
         draft=load_file(path / _DRAFT),
-        optimizer=load_file(path / _OPTIMIZER),
+        optimizer=load_file(path / _OPTIMIZER) if _OPTIMIZER in state["digests"] else _load_shares(path),
         random=load_file(path / _RANDOM),
     )
 
@@ -202,8 +310,8 @@ def _fault(path: Path) -> str | None:
         digests = state["digests"]
         if state["checksum"] != state_checksum(state):
             return "state.json has another checksum"
-        for name in _FILES:
-            if digest(path / name) != digests[name]:
+        for name, expected in digests.items():
+            if digest(path / name) != expected:
                 return f"{name} has another digest"
     except (OSError, json.JSONDecodeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"

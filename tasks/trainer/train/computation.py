@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+import torch.distributed as dist
 
 from kernels.soft_target_loss import choose_loss_backend
 from kernels.ttt_attention import choose_attention_backend
@@ -16,8 +17,16 @@ from tasks.trainer.errors import InputError
 logger = logging.getLogger(__name__)
 
 
-def choose_computation(settings: Train, *, device: str, dtype: torch.dtype, head_dim: int) -> Computation:
-    """Resolve every "auto" of the train settings. Raises InputError for a choice that this device cannot run."""
+def choose_computation(
+    settings: Train,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    context_group: dist.ProcessGroup | None = None,
+) -> Computation:
+    """Resolve every "auto" of the train settings. context_group: the ranks that share a pack. Raises InputError for a
+    choice that this device cannot run."""
     try:
         attention, why = choose_attention_backend(settings.attention, device, dtype, head_dim, training=True)
         logger.info("attention: %s (%s)", attention, why)
@@ -34,13 +43,17 @@ def choose_computation(settings: Train, *, device: str, dtype: torch.dtype, head
         loss_backend=row_kernel,
         pieces=compiled_pieces() if compiled else Pieces(),
         memory=Memory(settings.checkpointing, settings.mlp_chunk_rows),
+        context_group=context_group,
     )
 
 
-def evaluation_computation(*, device: str, dtype: torch.dtype, head_dim: int) -> Computation:
+def evaluation_computation(
+    *, device: str, dtype: torch.dtype, head_dim: int, context_group: dist.ProcessGroup | None = None
+) -> Computation:
     """For teacher-forced metrics: the same kernels, nothing compiled."""
     return Computation(
         attention=choose_attention_backend("auto", device, dtype, head_dim, training=False)[0],
         loss="linear",
         loss_backend=choose_loss_backend("auto", device)[0],
+        context_group=context_group,
     )

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tasks.trainer.acceptance.heldout import heldout_metrics
@@ -19,6 +20,8 @@ from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.progress import Progress
 from tasks.trainer.train.batches import Packs
 from tasks.trainer.train.computation import evaluation_computation
+from tasks.trainer.train.parallel import Layout
+from tasks.trainer.train.sharding import whole
 from tasks.trainer.train.sources import StatesSource
 
 
@@ -43,22 +46,35 @@ class HeldOut:
         every = self._settings.evaluate_every
         return min((step // every + 1) * every, self._settings.steps)
 
-    def measure(self, draft: Eagle3Draft, source: StatesSource, *, head: Tensor, progress: Progress) -> dict[str, Any]:
-        """What heldout_metrics gives, of the draft as it computes now, and samples_hash."""
-        weight = draft.fc.weight
-        measured = heldout_metrics(
-            draft,
-            source,
-            self._packs,
-            head=head,
-            ttt_steps=self._settings.ttt_steps,
-            step_loss_decay=self._settings.step_loss_decay,
-            # Nothing compiled: the training step's graphs are for gradients.
-            computation=evaluation_computation(
-                device=weight.device.type, dtype=weight.dtype, head_dim=draft.config.head_dim
-            ),
-            progress=progress,
-        )
+    def measure(
+        self,
+        draft: Eagle3Draft,
+        source: StatesSource,
+        *,
+        head: Tensor,
+        dtype: torch.dtype,
+        progress: Progress,
+        layout: Layout,
+    ) -> dict[str, Any]:
+        """What heldout_metrics gives, of the draft as it computes now, in dtype, and samples_hash."""
+        with whole(draft):
+            measured = heldout_metrics(
+                draft,
+                source,
+                self._packs,
+                head=head,
+                ttt_steps=self._settings.ttt_steps,
+                step_loss_decay=self._settings.step_loss_decay,
+                # Nothing compiled: the training step's graphs are for gradients.
+                computation=evaluation_computation(
+                    device=layout.device,
+                    dtype=dtype,
+                    head_dim=draft.config.head_dim,
+                    context_group=layout.context_group,
+                ),
+                progress=progress,
+                layout=layout,
+            )
         return {**measured, "samples_hash": self.samples_hash}
 
     @staticmethod

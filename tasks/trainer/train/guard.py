@@ -27,11 +27,13 @@ class Diverged(InputError):
 class GradientGuard:
     """Compares each step's gradient norm with the running median; a pure function of the metrics, resumes included."""
 
-    def __init__(self, norms: Iterable[float], *, max_ratio: float, run: RunDir) -> None:
-        """norms: of the steps before, oldest first. max_ratio: 0 checks for NaN and Inf alone."""
+    def __init__(self, norms: Iterable[float], *, max_ratio: float, run: RunDir, writes: bool = True) -> None:
+        """norms: of the steps before, oldest first. max_ratio: 0 checks for NaN and Inf alone. writes: of several
+        ranks, which all come to the same, one leaves the file."""
         self._norms = deque(norms, maxlen=_WINDOW)
         self._max_ratio = max_ratio
         self._run = run
+        self._writes = writes
 
     def check(self, norm: float, *, loss: float, step: int, packs: Sequence[Sequence[PreparedSample]]) -> None:
         """Raises Diverged for a step that must not be taken, its sample ids in `stopped-step-NNNNNN.json`."""
@@ -41,8 +43,9 @@ class GradientGuard:
             return
         path = self._run.stopped_step(step)
         ids = [[sample.sample_id for sample in pack] for pack in packs]
-        write_json(path, {"step": step, "fault": fault, "packs": ids})
-        self._run.publish(path)
+        if self._writes:
+            write_json(path, {"step": step, "fault": fault, "packs": ids})
+            self._run.publish(path)
         raise Diverged(
             f"stopped before step {step}: {fault}. Its sample ids are in {self._run.where(path)}: look at these, or "
             "lower train.learning_rate in a new run; train.max_grad_norm_ratio moves the alarm. The checkpoints before "

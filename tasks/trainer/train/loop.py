@@ -3,6 +3,10 @@
 Resume is exact: a checkpoint holds the masters, the moments and the place in the data, and everything else is a pure
 function of the step, so a killed run continues as if nothing had happened. State changes inside `stop.held()` only:
 SIGTERM at any moment finds the state after the last whole step and drops the step in flight.
+
+Several ranks run this same loop. A step's packs are the same for any number of them and are dealt out by cost; what
+they must agree on (rows of the step, sums, a stop) is summed on the host. One that has been told to stop says so with
+its rows, and all save after the same step.
 """
 
 from __future__ import annotations
@@ -10,23 +14,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tasks.trainer.config import RunConfig, Train, identity_fields
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
-from tasks.trainer.draft.ttt import Computation, Objective, unroll
+from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
+from tasks.trainer.errors import InputError
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stop import stop
@@ -38,12 +42,24 @@ from tasks.trainer.train.evaluation import HeldOut
 from tasks.trainer.train.guard import GradientGuard
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
+from tasks.trainer.train.packing import deal_packs
+from tasks.trainer.train.parallel import Layout, from_first, meet, sum_on_host
 from tasks.trainer.train.profiling import Profiling
 from tasks.trainer.train.saving import Saver
+from tasks.trainer.train.sharding import begin_step, run_pass, shard
 from tasks.trainer.train.sources import StatesSource
 from tasks.trainer.train.tracking import Tracking
 
 logger = logging.getLogger(__name__)
+
+# Settings of the first rank alone: who shows the run, and what is watched.
+_OF_FIRST_RANK: Mapping[str, Any] = {"trackers": (), "profile": (), "memory_snapshot": ()}
+
+
+class Samples(Protocol):
+    """Samples by number."""
+
+    def __getitem__(self, number: int, /) -> PreparedSample: ...
 
 
 def run_identity(config: RunConfig, data_hash: str) -> str:
@@ -64,20 +80,27 @@ def train(
     dtype: torch.dtype,
     progress: Progress,
     heldout: Sequence[PreparedSample] = (),
+    layout: Layout | None = None,
 ) -> dict[str, Any]:
     """Train `draft` (fp32, fresh) for config.train.steps optimizer steps, continuing the newest checkpoint.
 
     head [Vd, D]: the target's rows of the draft vocabulary. heldout: samples to evaluate on meanwhile; none for never.
-    Returns a receipt: steps, tokens, seconds, backends. Raises InputError for a choice that this device cannot run,
-    Interrupted on SIGTERM, Diverged when a loss or gradient is not finite or out of line (its file names the samples).
+    layout: this rank's among several, whose first alone writes to the run. Returns a receipt: steps, tokens, seconds,
+    backends. Raises InputError for a choice that this device cannot run, Interrupted on SIGTERM, Diverged when a loss
+    or gradient is not finite or out of line (its file names the samples), RankLost when another rank is gone.
     """
-    settings = config.train
-    computation = choose_computation(settings, device=device, dtype=dtype, head_dim=draft.config.head_dim)
+    settings, layout = config.train, layout or Layout(device=device)
+    check_ranks(settings, layout)
+    computation = choose_computation(
+        settings, device=device, dtype=dtype, head_dim=draft.config.head_dim, context_group=layout.context_group
+    )
     identity = run_identity(config, data.data_hash)
-    found = checkpoint.load_latest(run.checkpoints, identity=identity, data_hash=data.data_hash)
+    if layout.is_first:
+        found = checkpoint.load_latest(run.checkpoints, identity=identity, data_hash=data.data_hash)
+    found = checkpoint.from_first_rank(layout, found if layout.is_first else None)
     masters = found.draft if found else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    draft.to(device, dtype)
-    optimizer = Optimizer(draft, masters, settings)
+    place_draft(draft, settings, layout, dtype=dtype)
+    optimizer = Optimizer(draft, masters, settings, layout=layout)
     step, position = 0, Position()
     torch.manual_seed(settings.seed)  # what the process drew before must not show
     if found:
@@ -88,28 +111,31 @@ def train(
     order = Packs(data.lengths, pack_tokens=settings.pack_tokens, seed=settings.seed)
     held_out = HeldOut(heldout, settings) if heldout else None
     packs = order.read_from(position)
+    told = settings if layout.is_first else settings.model_copy(update=_OF_FIRST_RANK)
     draft_ids = draft.draft_ids()
     first_step, tokens, data_wait, started = step, 0, 0.0, time.monotonic()
     moved, moved_bf16 = 0, 0
 
     def snapshot() -> checkpoint.Checkpoint:
         """The state after `step`: it changes in blocks that hold a stop off, so it always is whole."""
-        state = {**draft.state_dict(), **optimizer.masters}
+        state = {**dict(draft.named_buffers()), **optimizer.masters}
+        del state["embedding"]  # the target's
         return checkpoint.Checkpoint(
             step, position, identity, draft.config, state, optimizer.tensors(),
             random=checkpoint.random_state(device), data_hash=data.data_hash,
         )  # fmt: skip
 
-    with MetricsFile(run.metrics, step=step, heldout_hash=held_out.samples_hash if held_out else None) as metrics:
+    with _metrics_of(run, layout, step=step, heldout_hash=held_out.samples_hash if held_out else None) as metrics:
         norms = (line["grad_norm"] for line in metrics.recent)
-        guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, run=run)
-        saver = Saver(run, settings, metrics, snapshot, saved=step)
-        tracking = Tracking(settings, run.trackers, run_name=run.url.rsplit("/", 1)[-1], metrics=run.metrics, step=step)
-        profiling = Profiling(settings, run.profile, device=device)
-        with tracking, profiling, _closed(saver), stop.installed(saver.stopped):
+        guard = GradientGuard(norms, max_ratio=settings.max_grad_norm_ratio, run=run, writes=layout.is_first)
+        saver = Saver(run, settings, metrics, snapshot, saved=step, layout=layout)
+        tracking = Tracking(told, run.trackers, run_name=run.url.rsplit("/", 1)[-1], metrics=run.metrics, step=step)
+        profiling = Profiling(told, run.profile, device=device)
+        with tracking, profiling, _closed(saver), stop.installed(saver.stopped), _stopped_together(layout):
             while True:
                 if held_out and held_out.due(step) and step not in metrics.heldout:
-                    measured = held_out.measure(draft, source, head=head, progress=_shown(progress, step, settings))
+                    shown = _shown(progress, step, settings)
+                    measured = held_out.measure(draft, source, head=head, dtype=dtype, progress=shown, layout=layout)
                     with stop.held():
                         metrics.write_heldout(step, measured)
                         tracking.log({"step": step, "heldout": measured})
@@ -120,25 +146,35 @@ def train(
                     break
                 # Up to the next look at held-out samples: the source reads ahead, and not past this.
                 last_step = held_out.next_due(step) if held_out else settings.steps
-                coming = itertools.islice(order.read_from(position), (last_step - step) * settings.grad_accumulation)
-                with closing(source.batches([data[number] for number in pack] for pack, _ in coming)) as batches:
+                coming = _own_packs(order, position, data, settings, layout, num_steps=last_step - step)
+                with closing(source.batches(coming)) as batches:
                     while step < last_step:
                         step_started = time.monotonic()
                         profiling.begin(step + 1)
                         group, after = _next_group(packs, settings.grad_accumulation)
                         samples = [[data[number] for number in pack] for pack in group]
-                        weights = row_weights(data, group, settings.ttt_steps, settings.step_loss_decay)
+                        dealt = deal_packs(group, data.lengths, num_ranks=layout.data_size)
+                        own = [group[number] for number in dealt[layout.data_rank]]
+                        rows = count_step_rows(data, own, settings.ttt_steps)
+                        rows, stopped = agree(layout, rows, step=step + 1)
+                        if stopped:
+                            raise saver.stopped(stop.seconds_left)
+                        weights = weights_of_rows(rows, settings.step_loss_decay)
                         sums = Sums(settings.ttt_steps)
                         objective = choose_objective(settings, metrics.last)
                         learning_rate = optimizer.learning_rate
                         traffic = dataclasses.replace(source.traffic)
                         waited = 0.0
-                        for _ in group:
+                        begin_step(draft)
+                        for last in rounds_of(dealt, layout, step=step + 1):
                             asked = time.monotonic()
                             batch = next(batches)
                             waited += time.monotonic() - asked
-                            train_pack(draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective)
-                        summary = sums.summary()
+                            train_pack(
+                                draft, batch, sums, optimizer, weights, head, draft_ids, computation, objective,
+                                last=last,
+                            )  # fmt: skip
+                        summary = sums.over(layout, f"the sums of step {step + 1}").summary()
                         step_tokens = sum(len(sample.token_ids) for pack in samples for sample in pack)
                         check = functools.partial(guard.check, loss=summary["loss"], step=step + 1, packs=samples)
                         with stop.held():
@@ -190,41 +226,109 @@ def train_pack(
     draft_ids: Tensor,
     computation: Computation,
     objective: Objective,
+    *,
+    last: bool = True,
 ) -> None:
-    """Forward and backward of one pack; its gradients go to the masters, its sums to `sums`."""
-    unrolled = unroll(
-        draft,
-        batch,
-        ttt_steps=len(weights),
-        row_weight=weights,
-        head=head,
-        draft_ids=draft_ids,
-        computation=computation,
-        objective=objective,
-        draft_head=optimizer.masters["lm_head.weight"] if computation.loss == "linear" else None,
-    )
-    unrolled.loss.backward()
+    """Forward and backward of one pack; its gradients go to the masters, its sums to `sums`.
+
+    last: of this rank's packs in the optimizer step.
+    """
+
+    def body(of: nn.Module) -> Unrolled:
+        assert isinstance(of, Eagle3Draft)
+        return unroll(
+            of,
+            batch,
+            ttt_steps=len(weights),
+            row_weight=weights,
+            head=head,
+            draft_ids=draft_ids,
+            computation=computation,
+            objective=objective,
+            draft_head=optimizer.head_master if computation.loss == "linear" else None,
+        )
+
+    unrolled = run_pass(draft, body, last=last)
     optimizer.collect()
     sums.add(unrolled)
 
 
-def row_weights(data: PreparedData, group: Sequence[Sequence[int]], ttt_steps: int, decay: float) -> list[float]:
-    """decay^k / K / N_k for each TTT step, N_k over all packs of one optimizer step; 0 for a step without rows.
+def place_draft(draft: Eagle3Draft, settings: Train, layout: Layout, *, dtype: torch.dtype) -> None:
+    """Put a float32 draft on the rank's device as the ranks hold it: whole in dtype, or shared out in float32."""
+    if layout.world_size == 1 or settings.sharding == "ddp":
+        draft.to(layout.device, dtype)
+        return
+    draft.to(layout.device)
+    draft.embedding = draft.embedding.to(dtype)
+    shard(draft, layout, dtype)
 
-    N_k needs the masks only, so it is known before the first forward.
-    """
+
+def check_ranks(settings: Train, layout: Layout) -> None:
+    """Raises InputError when a rank would have nothing to do."""
+    if settings.grad_accumulation < layout.data_size:
+        raise InputError(
+            f"{layout.data_size} ranks share train.grad_accumulation={settings.grad_accumulation} packs of an "
+            "optimizer step, so some would have none: set train.nproc to fewer, or "
+            f"train.grad_accumulation={layout.data_size} or more in a new run (it changes what is trained)"
+        )
+
+
+def count_step_rows(data: Samples, packs: Sequence[Sequence[int]], ttt_steps: int) -> Tensor:
+    """N_k of packs, int64 [K]. It needs the masks only, so it is known before the first forward."""
     rows = torch.zeros(ttt_steps, dtype=torch.int64)
-    for pack in group:
-        for number in pack:
-            mask = torch.from_numpy(data[number].loss_mask.copy())
-            rows += count_rows(mask, [mask.shape[0]], ttt_steps)
-    return [decay**k / ttt_steps / int(n) if n else 0.0 for k, n in enumerate(rows)]
+    for pack in packs:
+        masks = [torch.from_numpy(data[number].loss_mask.copy()) for number in pack]
+        rows += count_rows(torch.cat(masks), [len(mask) for mask in masks], ttt_steps)
+    return rows
+
+
+def agree(layout: Layout, rows: Tensor, *, step: int) -> tuple[Tensor, bool]:
+    """N_k over all ranks, int64 [K], and whether to stop before this step: whether SIGTERM came to one of several."""
+    if layout.context_rank:
+        rows = torch.zeros_like(rows)  # its packs are those of its group's first rank
+    asked = torch.tensor([int(stop.asked)])
+    total = sum_on_host(layout, torch.cat([rows, asked]), f"the start of step {step}")
+    return total[:-1], bool(total[-1])
+
+
+def rounds_of(dealt: Sequence[Sequence[int]], layout: Layout, *, step: int) -> Iterator[bool]:
+    """This rank's passes of a step: whether each is its last. The ranks meet before every round.
+
+    A rank with fewer packs than others sits out the first rounds: its last pass, which may sum gradients with theirs,
+    is in the last one.
+    """
+    rounds = max(map(len, dealt))
+    for left in range(rounds, 0, -1):
+        meet(layout, f"pack {rounds - left + 1} of step {step}")
+        if left <= len(dealt[layout.data_rank]):
+            yield left == 1
+
+
+def weights_of_rows(rows: Tensor, decay: float) -> list[float]:
+    """decay^k / K / N_k for each TTT step, N_k over all packs of one optimizer step; 0 for a step without rows."""
+    return [decay**k / len(rows) / int(n) if n else 0.0 for k, n in enumerate(rows)]
+
+
+def row_weights(data: PreparedData, group: Sequence[Sequence[int]], ttt_steps: int, decay: float) -> list[float]:
+    """The weights of one rank's step on these packs."""
+    return weights_of_rows(count_step_rows(data, group, ttt_steps), decay)
 
 
 def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple[list[list[int]], Position]:
     """The packs of one optimizer step and the position after them."""
     taken = [next(packs) for _ in range(size)]
     return [pack for pack, _ in taken], taken[-1][1]
+
+
+def _own_packs(
+    order: Packs, position: Position, data: PreparedData, settings: Train, layout: Layout, *, num_steps: int
+) -> Iterator[list[PreparedSample]]:
+    """This rank's packs of the coming steps, in the order in which it takes them."""
+    packs = order.read_from(position)
+    for _ in range(num_steps):
+        group, _ = _next_group(packs, settings.grad_accumulation)
+        for number in deal_packs(group, data.lengths, num_ranks=layout.data_size)[layout.data_rank]:
+            yield [data[sample] for sample in group[number]]
 
 
 def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objective:
@@ -238,6 +342,23 @@ def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objecti
         alpha = [0.0] * settings.ttt_steps if last is None else last["alpha"]
         mixing = tuple(math.exp(-settings.lk_decay * value) for value in alpha)
     return Objective(settings.objective, settings.temperature, settings.lk_decay, mixing)
+
+
+def _metrics_of(run: RunDir, layout: Layout, *, step: int, heldout_hash: str | None) -> MetricsFile:
+    """The run's metrics on its first rank, and what they tell on others."""
+    metrics = MetricsFile(run.metrics, step=step, heldout_hash=heldout_hash) if layout.is_first else None
+    told = from_first(layout, metrics.telling() if metrics else None, "the metrics so far")
+    return metrics or MetricsFile.of_first(told)
+
+
+@contextmanager
+def _stopped_together(layout: Layout) -> Iterator[None]:
+    """Of several ranks none stops by itself: the loop asks at each step."""
+    if layout.world_size == 1:
+        yield
+        return
+    with stop.held():
+        yield
 
 
 @contextmanager

@@ -6,15 +6,17 @@ import json
 import logging
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from tasks.trainer.draft.ttt import Unrolled
 from tasks.trainer.train.curves import read_lines
+from tasks.trainer.train.parallel import Layout, sum_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,16 @@ class Sums:
             setattr(self, name, getattr(self, name) + getattr(unrolled, name).cpu())
         self.tau_sum += float(unrolled.tau_sum)
         self.tau_rows += unrolled.tau_rows
+
+    def over(self, layout: Layout, what: str) -> Sums:
+        """These sums and every other rank's."""
+        own = [self.rows, self.loss_sums, self.correct_sums, self.alpha_sums]
+        single = torch.tensor([self.loss, self.tau_sum, float(self.tau_rows)], dtype=torch.float64)
+        total = sum_on_host(layout, torch.cat([*own, single]), what)
+        summed = Sums(self.ttt_steps)
+        summed.rows, summed.loss_sums, summed.correct_sums, summed.alpha_sums = total[:-3].split(self.ttt_steps)
+        summed.loss, summed.tau_sum, summed.tau_rows = float(total[-3]), float(total[-2]), int(total[-1])
+        return summed
 
     def summary(self) -> dict[str, Any]:
         """loss; step_losses, acc, alpha by depth; simulated tau (None when no row is valid at all K steps)."""
@@ -88,7 +100,20 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file: TextIO | None = path.open("a", encoding="utf-8")
+
+    @classmethod
+    def of_first(cls, told: Mapping[str, Any]) -> MetricsFile:
+        """For the ranks that write none: what rank 0's `telling` says, and what they are given from then on."""
+        metrics = cls.__new__(cls)
+        metrics.recent = deque(told["recent"], maxlen=100)
+        metrics.heldout = {int(step): line for step, line in told["heldout"].items()}
+        metrics._file = None
+        return metrics
+
+    def telling(self) -> dict[str, Any]:
+        """What other ranks need to decide as this one does; plain JSON."""
+        return {"recent": list(self.recent), "heldout": self.heldout}
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -107,9 +132,12 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Before a checkpoint: its steps' lines must be on disk first."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def _append(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -117,4 +145,5 @@ class MetricsFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

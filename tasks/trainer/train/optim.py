@@ -3,7 +3,10 @@
 The draft computes in its own dtype; the optimizer sees fp32 copies. Without them a bfloat16 weight of 1.0 cannot take
 an update below 0.004 and training stalls. The cost is 12 bytes a parameter (master and two moments), 8 where Muon's
 one momentum takes their place; Muon pays with some 30 matrix products for each matrix and step. Gradients are summed
-over accumulation in fp32, too.
+over accumulation in fp32, too, and over ranks once a step.
+
+Of a sharded draft (sharding.py) the masters are the draft's own parameters, each rank's share of them, and FSDP2 does
+what is done here by hand otherwise: it casts them for the forward and sums the gradients over accumulation and ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from transformers import get_scheduler
 from tasks.trainer.config import Train
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
+from tasks.trainer.train.parallel import Layout, sum_gradients
+from tasks.trainer.train.sharding import is_sharded, shared_out, whole_tensor
 
 # What AdamW and Muon keep of a parameter between steps, besides AdamW's count of steps.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -28,15 +33,24 @@ class Optimizer:
     """AdamW with masters for one draft; Muon for its matrices where the config says so.
 
     masters: fp32 copies of the draft's trainable parameters by name. `collect` moves the gradients of one backward
-    into them, `step` clips, updates, and writes the masters back into the draft.
+    into them, `step` sums them over the ranks, clips, updates, and writes the masters back into the draft.
     """
 
-    def __init__(self, draft: Eagle3Draft, masters: dict[str, Tensor], config: Train) -> None:
+    def __init__(
+        self, draft: Eagle3Draft, masters: dict[str, Tensor], config: Train, *, layout: Layout | None = None
+    ) -> None:
+        """masters: whole tensors by name, the same on every rank. layout: of several ranks."""
+        self._layout = layout or Layout()
+        self._sharded = is_sharded(draft)
         self._parameters = dict(draft.named_parameters())
-        self.masters = {
-            name: nn.Parameter(masters[name].to(parameter.device, torch.float32).clone())
-            for name, parameter in self._parameters.items()
-        }
+        if self._sharded:
+            shared_out(masters, self._parameters)
+            self.masters = self._parameters
+        else:
+            self.masters = {
+                name: nn.Parameter(masters[name].to(parameter.device, torch.float32).clone())
+                for name, parameter in self._parameters.items()
+            }
         matrices = [name for name in self.masters if config.optimizer == "muon" and self._is_inner_matrix(name)]
         rest = [master for name, master in self.masters.items() if name not in matrices]
         self.adam = torch.optim.AdamW(
@@ -57,6 +71,8 @@ class Optimizer:
 
     def collect(self) -> None:
         """Add the draft's gradients to the masters' and free them."""
+        if self._sharded:
+            return
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -68,9 +84,18 @@ class Optimizer:
     def step(self, *, check: Callable[[float], None] | None = None) -> float:
         """One update; returns the gradient's global norm before clipping.
 
-        check: sees the norm before anything is updated, and may raise.
+        check: sees the norm before anything is updated, and may raise; norm and update are the same on every rank.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self._max_grad_norm))
+        masters = list(self.masters.values())
+        if not self._sharded and self._layout.world_size > 1:
+            for master in masters:
+                if master.grad is None:  # no pack of this rank reached it; others' may have
+                    master.grad = torch.zeros_like(master)
+            sum_gradients(self._layout, [master.grad for master in masters if master.grad is not None])
+        gradients = [master.grad for master in masters if master.grad is not None]
+        total_norm = whole_tensor(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(masters, self._max_grad_norm, total_norm)
+        norm = float(total_norm)
         if check is not None:
             check(norm)
         for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
@@ -81,12 +106,19 @@ class Optimizer:
         return norm
 
     @property
+    def head_master(self) -> Tensor | None:
+        """The head's master, for a loss that gives its gradient in float32; None where its owner is FSDP."""
+        return None if self._sharded else self.masters["lm_head.weight"]
+
+    @property
     def learning_rate(self) -> float:
         """Of the next update."""
         return float(self._schedules[0].get_last_lr()[0])
 
     @torch.no_grad()
     def _write_back(self) -> None:
+        if self._sharded:
+            return
         for name, parameter in self._parameters.items():
             parameter.copy_(self.masters[name])
 
@@ -105,12 +137,13 @@ class Optimizer:
         }
 
     def restore(self, tensors: dict[str, Tensor], *, step: int) -> None:
-        """Continue after `step` updates with saved moments."""
+        """Continue after `step` updates with saved moments: whole tensors, the same on every rank."""
         names = {master: name for name, master in self.masters.items()}
         for optimizer in self._optimizers:
             keys = ("exp_avg", "exp_avg_sq") if optimizer is self.adam else ("momentum_buffer",)
             for master in (master for group in optimizer.param_groups for master in group["params"]):
-                state = {key: tensors[f"{names[master]}.{key}"].to(master.device) for key in keys}
+                state = {key: torch.zeros_like(master) for key in keys}
+                shared_out({key: tensors[f"{names[master]}.{key}"] for key in keys}, state)
                 if optimizer is self.adam:
                     state["step"] = torch.tensor(float(step), device=master.device)  # the fused update wants it there
                 optimizer.state[master] = state

@@ -2,6 +2,8 @@
 
 Those of a remote run are uploaded in a thread, one at a time, while training goes on: a save waits for the upload of
 the one before. A place that cannot be reached costs no step, only the newest checkpoints there, until the run's end.
+
+Of several ranks all come here at the same steps: the first writes, and where the draft is sharded each writes its own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tasks.trainer.train import checkpoint
 from tasks.trainer.train.checkpoint import Checkpoint, Written
 from tasks.trainer.train.curves import best_steps
 from tasks.trainer.train.metrics import MetricsFile
+from tasks.trainer.train.parallel import Layout, from_first, meet
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +53,18 @@ class Saver:
         snapshot: Callable[[], Checkpoint],
         *,
         saved: int,
+        layout: Layout | None = None,
     ) -> None:
-        """snapshot: the state after the last finished step. saved: the step of the newest checkpoint, 0 for none."""
+        """snapshot: the state after the last finished step. saved: the step of the newest checkpoint, 0 for none.
+        layout: of several ranks; run is then without a mirror on all but the first."""
+        self._layout = layout or Layout()
         self._run = run
         self._settings = settings
         self._metrics = metrics
         self._snapshot = snapshot
         self._saved = saved
         path = run.checkpoints / f"step-{saved:06d}"
-        self._written = Written.of(path) if saved else None
+        self._written = Written.of(path) if saved and self._layout.is_first else None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload") if run.mirror else None
         self._upload: Future[None] | None = None
 
@@ -70,42 +76,63 @@ class Saver:
         return step % self._settings.checkpoint_every == 0 or step == self._settings.steps or best
 
     def save(self) -> None:
-        """Write the state as it is now. Raises InputError when another process has taken the run."""
+        """Write the state as it is now; all ranks leave together. Raises InputError when another process has taken the
+        run."""
         if self._run.lease is not None:
             self._run.lease.check()
         self._uploaded()  # before its folder may be deleted
         self._metrics.sync()  # a checkpoint's steps must have their lines
         state = self._snapshot()
         best = best_steps(self._metrics.heldout)
-        path, self._written = checkpoint.save(
+        saved = checkpoint.save(
             self._run.checkpoints,
             state,
             keep=self._settings.keep_checkpoints,
             best=best[0] if best else None,
+            layout=self._layout,
         )
+        if saved is not None:
+            path, self._written = saved
+            self._start_upload(path)
+        meet(self._layout, f"the checkpoint of step {state.step}", patience=checkpoint.PATIENCE)
         self._saved = state.step
-        self._start_upload(path)
 
     def stopped(self, seconds: float) -> Interrupted:
-        """SIGTERM: save if it can be done in `seconds`, upload if that can. Returns the error to raise."""
-        deadline = time.monotonic() + seconds - _EXIT_SECONDS
+        """SIGTERM: save if it can be done in `seconds`, upload if that can. Returns the error to raise.
+
+        Of several ranks, which all come here after the same step, the first decides.
+        """
+        interrupted = self._stopped(time.monotonic() + seconds - _EXIT_SECONDS)
+        # Whoever ends first has torchrun end the others: not before the first is through.
+        meet(self._layout, "the end", patience=checkpoint.PATIENCE)
+        return interrupted
+
+    def _stopped(self, deadline: float) -> Interrupted:
         step = self._snapshot().step
         if step != self._saved:
-            busy = self._upload is not None and not self._upload.done()
-            if busy and self._upload is not None:
-                wait_for([self._upload], timeout=seconds / 2)
-                busy = not self._upload.done()
-            needed = self._written.seconds * _MARGIN if self._written else 0.0
-            left = deadline - time.monotonic()
-            if busy or needed > left:
-                what = "uploading the one before" if busy else f"saving takes about {needed:.0f} s"
-                return Interrupted(self._saved, step - self._saved, f"{what}, and {left:.0f} s are left")
+            obstacle = self._obstacle(deadline) if self._layout.is_first else None
+            obstacle = from_first(self._layout, obstacle, "the stop")
+            if obstacle:
+                return Interrupted(self._saved, step - self._saved, obstacle)
             self.save()  # and no word before: a signal may have come in the middle of one
         if self._upload is not None:
             done, _ = wait_for([self._upload], timeout=max(0.0, deadline - time.monotonic()))
             if not done or self._upload.exception():
                 return Interrupted(self._saved, 0, f"in {self._run.root} on this machine only: its upload is not whole")
         return Interrupted(self._saved, 0)
+
+    def _obstacle(self, deadline: float) -> str | None:
+        """Why there is no time to save."""
+        busy = self._upload is not None and not self._upload.done()
+        if busy and self._upload is not None:
+            wait_for([self._upload], timeout=(deadline - time.monotonic()) / 2)
+            busy = not self._upload.done()
+        needed = self._written.seconds * _MARGIN if self._written else 0.0
+        left = deadline - time.monotonic()
+        if not busy and needed <= left:
+            return None
+        what = "uploading the one before" if busy else f"saving takes about {needed:.0f} s"
+        return f"{what}, and {left:.0f} s are left"
 
     def close(self, *, whole: bool) -> None:
         """whole: the run has ended well, so its last checkpoint must be where it belongs: tried once more, then an

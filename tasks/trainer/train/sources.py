@@ -16,14 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Protocol, TypeVar
 
+import numpy as np
+import torch
+
 from storage.encoding import EncodedSample, encode_sample, encoded_states
 from storage.reader import StoreReader
 from storage.schema import Sample
 from storage.writer import StoreWriter
 from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample
+from tasks.trainer.draft.context import ContextShare, Sharing
 from tasks.trainer.errors import InputError
-from tasks.trainer.target import Target
+from tasks.trainer.target import Target, TargetStates
 from tasks.trainer.train.batches import Batch, assemble
 from tasks.trainer.train.staging import Stager, Traffic
 
@@ -31,6 +35,14 @@ Pack = Sequence[PreparedSample]
 T = TypeVar("T")
 # Samples of a pack encoded at once.
 _ENCODERS = 8
+
+
+def share_of(pack: Pack, sharing: Sharing | None) -> ContextShare | None:
+    """This rank's share of a pack; None where packs are not shared."""
+    if sharing is None:
+        return None
+    mask = torch.from_numpy(np.concatenate([sample.loss_mask for sample in pack]))
+    return sharing.of(mask, [len(sample.token_ids) for sample in pack])
 
 
 class StatesSource(Protocol):
@@ -49,9 +61,12 @@ class StatesSource(Protocol):
 class OnlineSource:
     """Runs the target on every sample, every time it is asked: no store, one forward a pack if the target packs."""
 
-    def __init__(self, target: Target, *, device: str = "cpu") -> None:
+    def __init__(self, target: Target, *, device: str = "cpu", sharing: Sharing | None = None) -> None:
+        """sharing: of ranks that share packs. Each runs the target on the whole of every document of which it has rows:
+        the target's forward is not shared, in time or in memory."""
         self._target = target
         self._device = device
+        self._sharing = sharing
         self.traffic = Traffic()
 
     def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
@@ -61,7 +76,14 @@ class OnlineSource:
         yield from (ahead(made) if self._device.startswith("cuda") else made)
 
     def _batch(self, pack: Pack) -> Batch:
-        batch = assemble(pack, capture_samples(self._target, pack)).to(self._device)
+        share = share_of(pack, self._sharing)
+        wanted = list(range(len(pack)))
+        if share is not None:
+            wanted = sorted({part.document for part in share.parts([len(sample.token_ids) for sample in pack])})
+        states: list[TargetStates | None] = [None] * len(pack)
+        for number, captured in zip(wanted, capture_samples(self._target, [pack[n] for n in wanted]), strict=True):
+            states[number] = captured
+        batch = assemble(pack, states, share=share).to(self._device)
         self.traffic.h2d_bytes += batch.token_ids.nbytes
         return batch
 
@@ -69,9 +91,18 @@ class OnlineSource:
 class StoreSource:
     """Reads captured states from a store: no target, checksums verified on each read."""
 
-    def __init__(self, reader: StoreReader, *, device: str = "cpu", prefetch_bytes: int = 1 << 30) -> None:
-        """prefetch_bytes: of decoded samples, read ahead beside the staged pack."""
+    def __init__(
+        self,
+        reader: StoreReader,
+        *,
+        device: str = "cpu",
+        prefetch_bytes: int = 1 << 30,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """prefetch_bytes: of decoded samples, read ahead beside the staged pack. sharing: of ranks that share packs;
+        each reads the chunks in which its rows lie."""
         self._reader = reader
+        self._sharing = sharing
         self._prefetch_bytes = prefetch_bytes
         self._stager = Stager(device)
 
@@ -80,24 +111,28 @@ class StoreSource:
         return self._stager.traffic
 
     def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
-        staged = (self._stager.stage(pack, encoded) for pack, encoded in self._read(packs))
+        staged = (self._stager.stage(pack, encoded, share) for pack, share, encoded in self._read(packs))
         with closing(ahead(staged)) as coming:
             for pack in coming:
                 yield self._stager.finish(pack)
 
-    def _read(self, packs: Iterable[Pack]) -> Iterator[tuple[Pack, list[EncodedSample]]]:
-        asked: deque[Pack] = deque()
+    def _read(self, packs: Iterable[Pack]) -> Iterator[tuple[Pack, ContextShare | None, list[EncodedSample]]]:
+        asked: deque[tuple[Pack, ContextShare | None, int]] = deque()
 
         def windows() -> Iterator[tuple[str, int, int | None]]:
             for pack in packs:
-                asked.append(pack)
-                for sample in pack:
-                    yield sample.sample_id, 0, None
+                share = share_of(pack, self._sharing)
+                wanted: list[tuple[str, int, int | None]] = [(sample.sample_id, 0, None) for sample in pack]
+                if share is not None:
+                    parts = share.parts([len(sample.token_ids) for sample in pack])
+                    wanted = [(pack[part.document].sample_id, part.start, part.stop) for part in parts]
+                asked.append((pack, share, len(wanted)))
+                yield from wanted
 
         encoded = self._reader.prefetch(windows(), max_bytes=self._prefetch_bytes)
         for first in encoded:
-            pack = asked.popleft()
-            yield pack, [first, *(next(encoded) for _ in pack[1:])]
+            pack, share, num_windows = asked.popleft()
+            yield pack, share, [first, *(next(encoded) for _ in range(num_windows - 1))]
 
 
 class FillingSource:

@@ -19,6 +19,7 @@ from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
+from tasks.trainer.draft.context import Sharing
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
@@ -26,20 +27,28 @@ from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_text import pick_dtype
 from tasks.trainer.train.batches import Packs
-from tasks.trainer.train.loop import train
+from tasks.trainer.train.loop import check_ranks, train
+from tasks.trainer.train.parallel import START_PATIENCE, Layout, first_on_machine, meet, sum_on_host
 from tasks.trainer.train.sources import FillingSource, OnlineSource, StatesSource, StoreSource
 
 logger = logging.getLogger(__name__)
 
 
-def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
-    """Train from prepared data; returns the receipt of the loop."""
+def train_draft(config: RunConfig, run: RunDir, progress: Progress, *, layout: Layout | None = None) -> dict[str, Any]:
+    """Train from prepared data; returns the receipt of the loop. layout: this rank's, among several."""
     prepared = run.receipt("prepare")
     assert prepared is not None, "prepare comes first"
     device: str = prepared["device"]
     if device == "cuda" and config.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
+    if device == "cuda":
+        # The host's part is index arithmetic on a few thousand numbers. With a thread a core each operation waits for
+        # all of them to wake: up to 8 ms, 300 ms a step, on a virtual machine of 32 cores.
+        torch.set_num_threads(1)
+    layout = layout or Layout(device=device)
+    check_ranks(config.train, layout)  # before anything is loaded
+    with first_on_machine(layout):
+        ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
     vocabulary = Vocabulary.load(run.vocabulary)
     d2t, t2d = torch.from_numpy(vocabulary.d2t), torch.from_numpy(vocabulary.t2d)
     shape = draft_shape(
@@ -54,7 +63,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
     heldout = []
     if config.train.evaluates:
         heldout = choose_heldout(PreparedData.open(run.heldout_data), config.train.evaluate_tokens)
-    with _states_source(config, prepared, data, device) as source:
+    with _states_source(config, prepared, data, layout) as source:
         receipt = train(
             config,
             run,
@@ -66,17 +75,19 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
             dtype=pick_dtype(config.train.dtype, device),
             progress=progress,
             heldout=heldout,
+            layout=layout,
         )
     receipt["head_rows_of_parent"] = head_rows_of_parent
     if isinstance(source, FillingSource):
         states = config.hidden_states
         assert states.store_url is not None
         spec = store_spec(config, prepared)
+        captured = sum_on_host(layout, torch.tensor([source.captured_samples]), "the store's figures")
         receipt["store"] = {
             "store_url": states.store_url,
             "fingerprint": spec.fingerprint,
             "preset": preset_name(spec.encoding),
-            "captured_samples": source.captured_samples,
+            "captured_samples": int(captured),
             **store_figures(states.store_url, spec),
         }
     return receipt
@@ -84,27 +95,37 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[str,
 
 @contextmanager
 def _states_source(
-    config: RunConfig, prepared: dict[str, Any], data: PreparedData, device: str
+    config: RunConfig, prepared: dict[str, Any], data: PreparedData, layout: Layout
 ) -> Iterator[StatesSource]:
     """What the config's hidden_states chooses."""
-    states = config.hidden_states
+    states, device = config.hidden_states, layout.device
+    sharing = None
+    if layout.context_size > 1:
+        sharing = Sharing(layout.context_rank, layout.context_size, config.train.ttt_steps)
     if isinstance(states, Offline):
         cache = states.cache_dir and ShardCache(Path(states.cache_dir), budget=int(states.cache_gb * 1e9))
         with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
-            yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9))
+            yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9), sharing=sharing)
         return
-    target = Target.of(config.target, device=device, deterministic=config.train.deterministic)
+    with first_on_machine(layout):
+        target = Target.of(config.target, device=device, deterministic=config.train.deterministic)
     if states.store_url is None:
-        yield OnlineSource(target, device=device)
+        yield OnlineSource(target, device=device, sharing=sharing)
         return
+    assert sharing is None, "the config refuses packs that are shared and stored"
     budget = None if states.store_budget_gb is None else int(states.store_budget_gb * 1e9)
     spec = store_spec(config, prepared)
+    if not layout.is_first:
+        # The first one's statistics are everybody's: they are in the store before others open it.
+        meet(layout, "the store's statistics", patience=START_PATIENCE)
     with StoreWriter(
         states.store_url, spec, byte_budget=budget, calibration_tokens=states.calibration_tokens
     ) as writer:
         source = FillingSource(target, writer, url=states.store_url, device=device)
         order = Packs(data.lengths.tolist(), pack_tokens=config.train.pack_tokens, seed=config.train.seed)
         source.calibrate(data[number] for pack in order.epoch(0) for number in pack)
+        if layout.is_first:
+            meet(layout, "the store's statistics", patience=START_PATIENCE)
         with closing(source):
             yield source
         logger.info(

@@ -26,9 +26,10 @@ from storage.quantise import Quantised
 from storage.schema import TopK
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.alignment import target_rows
+from tasks.trainer.draft.context import ContextShare
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import TopTokens
-from tasks.trainer.train.batches import Batch
+from tasks.trainer.train.batches import Batch, rows_of_parts
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class Staged:
     cargo: _Cargo
     arrived: Any
     """torch.cuda.Event after the last copy; None on a CPU."""
+    share: ContextShare | None
 
 
 class Stager:
@@ -109,14 +111,25 @@ class Stager:
             self._traffic.device_wait_s += before.elapsed_time(after) / 1000
         return self._traffic
 
-    def stage(self, pack: Sequence[PreparedSample], encoded: Sequence[EncodedSample]) -> Staged:
-        """Gather a pack and start its copy. encoded: whole samples, in the pack's order.
+    def stage(
+        self, pack: Sequence[PreparedSample], encoded: Sequence[EncodedSample], share: ContextShare | None = None
+    ) -> Staged:
+        """Gather a pack and start its copy. encoded: whole samples, in the pack's order; of a share, its parts' tokens.
 
         Raises InputError when a stored sample is not the prepared one.
         """
-        for sample, stored in zip(pack, encoded, strict=True):
-            same_ids = np.array_equal(sample.token_ids, stored.token_ids)
-            if not (same_ids and np.array_equal(sample.loss_mask, stored.loss_mask)):
+        lengths = tuple(len(sample.token_ids) for sample in pack)
+        loss_mask = torch.from_numpy(np.concatenate([sample.loss_mask for sample in pack]))
+        if share is None:
+            of, aux, rows = list(pack), [s.aux for s in encoded], target_rows(loss_mask, lengths)
+        else:
+            parts = share.parts(lengths)
+            of, rows = [pack[part.document] for part in parts], rows_of_parts(loss_mask, lengths, parts)
+            aux = [s.aux.rows(0, part.end - part.start) for s, part in zip(encoded, parts, strict=True)]
+        for sample, stored in zip(of, encoded, strict=True):
+            tokens = slice(stored.start, stored.stop)
+            same_ids = np.array_equal(sample.token_ids[tokens], stored.token_ids)
+            if not (same_ids and np.array_equal(sample.loss_mask[tokens], stored.loss_mask)):
                 raise InputError(
                     f"sample {sample.sample_id}: the store holds other tokens under this id than this run prepared; "
                     "see `eyas store verify`"
@@ -124,20 +137,19 @@ class Stager:
         cargo = _Cargo()
         arrived = None if self._stream is None else torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):  # None: does nothing
-            loss_mask = torch.from_numpy(np.concatenate([sample.loss_mask for sample in pack]))
-            lengths = tuple(len(sample.token_ids) for sample in pack)
             staged = Staged(
                 sample_ids=tuple(sample.sample_id for sample in pack),
                 document_lengths=lengths,
                 loss_mask=loss_mask,
-                target_rows=target_rows(loss_mask, lengths),
-                token_ids=self._moved([s.token_ids for s in encoded], cargo).long(),
+                target_rows=rows,
+                token_ids=self._moved([np.asarray(s.token_ids, dtype=np.int32) for s in pack], cargo).long(),
                 target_argmax=self._moved([s.target_argmax for s in encoded], cargo),
                 target_lse=self._moved([s.target_lse for s in encoded], cargo),
-                aux=self._states([s.aux for s in encoded], cargo),
+                aux=self._states(aux, cargo),
                 last=self._last([s.last for s in encoded], cargo),
                 cargo=cargo,
                 arrived=arrived,
+                share=share,
             )
             if arrived is not None:
                 arrived.record(self._stream)
@@ -168,6 +180,7 @@ class Stager:
             target_lse=staged.target_lse,
             last_hidden=None if isinstance(staged.last, TopTokens) else _values(staged.last),
             top_k=staged.last if isinstance(staged.last, TopTokens) else None,
+            share=staged.share,
         )
 
     def _last(self, parts: Sequence[Quantised | TopK], cargo: _Cargo) -> _States | TopTokens:

@@ -140,13 +140,13 @@ def test_simulated_tau_follows_each_row_through_the_steps(name: str, draft: Eagl
     mask, lengths = MASKS[name]
     counts = align(mask, lengths, K).counts
     hits = torch.rand(counts.shape, generator=torch.Generator().manual_seed(3)) < 0.7
-    original = ttt._linear_losses
+    original = ttt.compute_losses
 
     def with_hits(*arguments: Any) -> Any:
         total, sums, _, alpha = original(*arguments)
         return total, sums, [of_step[rows] for of_step, rows in zip(hits, counts, strict=True)], alpha
 
-    monkeypatch.setattr(ttt, "_linear_losses", with_hits)
+    monkeypatch.setattr(ttt, "compute_losses", with_hits)
     unrolled, _ = run(draft, make_batch(mask, lengths), Computation(attention="eager", loss="linear"))
     rows = [row for row in range(len(mask)) if counts[-1, row]]
     tokens = [len(list(itertools.takewhile(bool, hits[:, row].tolist()))) for row in rows]

@@ -1,0 +1,132 @@
+"""What `eyas bench ranks` measures: training throughput of 1 to n ranks of one machine, in one start of torchrun.
+
+    online     each rank has a target replica and trains on what it gives
+    offline    each rank reads the store of its packs
+    context    ranks share packs (tasks/trainer/bench/context.py)
+
+The work of a rank is the same at every number of ranks: so many packs of chat-like documents a step, dealt by cost as
+in training; the step is the trainer's own, counting of rows, talk between ranks, clipping and AdamW included. While
+fewer ranks are measured the others wait, and the numbers take turns, so that all share one compilation, one clock and
+one temperature. Target and draft have the shape of Qwen3-8B and random weights (a smaller one by --target); the store
+holds the states of that target, on a local disk, and is read from the page cache.
+
+tokens and ms are means of the timed steps, over all ranks; tokens_per_s is of all ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernels.bench.errors import BenchError
+from kernels.bench.results import GIB, Row
+from kernels.bench.runner import Journal
+from tasks.trainer.bench.step import DRAFT, TINY, TTT_STEPS, shape_of
+
+VARIANTS = ("online", "offline", "context")
+# Layers, and what else of the target's shape is not its draft's; head counts are the draft's.
+_DEEP = {
+    "qwen3-1.7b": {"num_layers": 28, "hidden_size": 2048, "num_heads": 16, "intermediate_size": 6144},
+    "qwen3-4b": {"num_layers": 36, "hidden_size": 2560, "num_heads": 32, "intermediate_size": 9728},
+    "qwen3-8b": {"num_layers": 36},
+}
+TARGETS = tuple(_DEEP)
+
+
+def settings_of(
+    *,
+    target: str,
+    pack_tokens: int,
+    packs: int,
+    steps: int,
+    rounds: int,
+    device: str,
+    tiny: bool,
+    context_tokens: int = 32768,
+    context_checkpointing: str = "none",
+) -> dict[str, Any]:
+    """What the ranks are told. Raises BenchError for an unknown target."""
+    if target not in _DEEP:
+        raise BenchError(f"--target {target} is unknown: use {', '.join(TARGETS)}")
+    shape: dict[str, Any] = {**TINY, "num_layers": 8} if tiny else {**DRAFT, **_DEEP[target]}
+    return {
+        **shape,
+        "ttt_steps": 2 if tiny else TTT_STEPS,
+        "dtype": "float32" if device == "cpu" else "bfloat16",
+        "device": device,
+        "pack_tokens": 128 if tiny else pack_tokens,
+        "median_tokens": 32 if tiny else 1024,
+        "packs": packs,
+        "steps": steps,
+        "rounds": rounds,
+        "context_tokens": 128 if tiny else context_tokens,
+        "context_checkpointing": context_checkpointing,
+    }
+
+
+def measure(journal: Journal, settings: Mapping[str, Any], *, variants: Sequence[str], nproc: int) -> list[Row]:
+    """Start nproc ranks, take every variant at 1 .. nproc of them, record the rows. Raises BenchError if one fails."""
+    if "context" in variants and nproc == 1:
+        raise BenchError("--variants context takes several ranks: use --nproc 2 or more, or leave it out")
+    with tempfile.TemporaryDirectory(prefix="eyas-ranks-") as folder:
+        told, found = Path(folder, "settings.json"), Path(folder, "found.json")
+        told.write_text(json.dumps({**settings, "variants": list(variants), "folder": folder}), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc),
+            "-m", "tasks.trainer.bench.ranks_case", str(told), str(found),
+        ]  # fmt: skip
+        cores = max(1, (os.cpu_count() or 1) // nproc)
+        environment = {
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "OMP_NUM_THREADS": str(cores),
+            "GLOO_SOCKET_IFNAME": "lo",
+            **os.environ,
+        }
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode or not found.is_file():
+            raise BenchError(f"the ranks ended with exit code {done.returncode}; see what they printed above")
+        report = json.loads(found.read_text(encoding="utf-8"))
+    rows = [_row(journal, settings, report, line) for line in report["lines"]]
+    journal.add(rows, [{"run": journal.run, "work": "ranks", **line} for line in report["lines"]])
+    return rows
+
+
+def _row(journal: Journal, settings: Mapping[str, Any], report: Mapping[str, Any], line: Mapping[str, Any]) -> Row:
+    return Row(
+        run=journal.run,
+        work="ranks",
+        variant=line["variant"],
+        tokens=round(line["tokens"]),
+        vocab=settings["vocab_size"],
+        supervised=1.0,
+        shape=f"{shape_of(line['layout'], settings)}; {line['about']}",
+        ms=line["ms"],
+        peak_gib=None if line["peak_bytes"] is None else line["peak_bytes"] / GIB,
+        extra_gib=None,
+        error=None,
+        tokens_per_s=line["tokens"] / line["ms"] * 1e3,
+        gpus=line["gpus"],
+        gpu=report["gpu"],
+        versions=report["versions"],
+        commit=journal.commit,
+    )
+
+
+def describe(rows: Sequence[Row]) -> list[str]:
+    """A line a row: tokens/s, and how much more than one rank's, or than the ideal of a shared context."""
+    lines = []
+    for row in rows:
+        one = [other for other in rows if (other.variant, other.gpus) == (row.variant, 1)]
+        assert row.tokens_per_s is not None
+        more = f"  x {row.tokens_per_s / one[0].tokens_per_s:.3f}" if one and one[0].tokens_per_s else ""
+        if row.variant == "context":  # of other lengths: tokens/s do not compare
+            notes = [note for note in row.shape.split("; ") if "ideal" in note]
+            more = f"  {row.ms or 0.0:,.0f} ms for {row.tokens:,} tokens{''.join(f', {note}' for note in notes)}"
+        lines.append(f"{row.variant:8} {row.gpus} ranks  {row.tokens_per_s:12,.0f} tokens/s{more}")
+    return lines
