@@ -1,4 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, ranks, quality, store, store-*, codec-quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own."""
 
 from __future__ import annotations
 
