@@ -82,7 +82,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=_environment_of(group),
+            env=environment_of(group),
         )
         self.about: dict[str, Any] = {}
 
@@ -134,7 +134,7 @@ class Process:
         self._log.close()
 
 
-def _environment_of(group: Group) -> dict[str, str]:
+def environment_of(group: Group) -> dict[str, str]:
     """A peer with an interpreter of its own keeps its own packages: what is on our PYTHONPATH stays out."""
     own = group.python != sys.executable
     return {name: value for name, value in os.environ.items() if not (own and name == "PYTHONPATH")}

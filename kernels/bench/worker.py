@@ -45,6 +45,8 @@ class Worker:
         self._cuda = self._device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise RuntimeError("there is no CUDA device")
+        if self._cuda:
+            torch.set_num_threads(1)  # as the trainer does: many threads wait for each other in small host operations
         self._case: Any = None
 
     def describe(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trainer's commands of `eyas bench`, beside the kernels' own: step, ranks, store, store-*, codec-quality."""
+"""The trainer's commands of `eyas bench`, beside the kernels' own."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def mount(app: typer.Typer) -> None:
     app.command("store-goals")(store_work.print_goals)
     app.command("store-plot")(store_work.store_plot)
     app.command()(codec_quality)
+    app.command()(quality)
     app.command()(ranks)
 
 
@@ -217,6 +218,29 @@ def codec_quality(
     found = work.losses(rows)
     write_json(out / "losses.json", [dataclasses.asdict(row) for row in found])
     typer.echo(work.table(found))
+
+
+def quality(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe of the runs; its hidden_states are online.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs and results; the same again goes on.")],
+    against: Against = None,
+    peer_path: PeerPath = None,
+    peer_python: PeerPython = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of order and weights.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=2000.")] = None,
+) -> None:
+    """A draft trained here and one by a peer: same data, shape, tokens; one evaluator."""
+    from tasks.trainer.bench import quality as work
+    from tasks.trainer.errors import InputError
+    from tasks.trainer.recipe import read_config
+
+    peer = peer_group(against, str(work.SCRIPT), peer_path, peer_python)
+    try:
+        values = read_config(recipe, set_ or []).model_dump(mode="json")
+        rows = work.measure(values, out, peer=peer, seed=seed)
+    except InputError as error:
+        raise BenchError(str(error)) from None
+    typer.echo(work.table(rows))
 
 
 def main(arguments: list[str] | None = None) -> None:

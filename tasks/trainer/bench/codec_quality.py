@@ -99,9 +99,9 @@ def run_all(
     InterruptedError on SIGTERM, after all runs have saved their checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prepared = _prepare(values, folder)
+    prepared = prepare_data(values, folder)
     done = {(row["preset"], row["seed"]): row for row in read_results(folder)}
-    configs = {trial: _make_run(values, trial, folder, prepared) for trial in planned}
+    configs = {trial: make_run(values, trial, folder, prepared) for trial in planned}
     for trial, (_, identity) in configs.items():
         row = done.get((trial.preset, trial.seed))
         if row is not None and row["identity"] != identity:
@@ -114,7 +114,7 @@ def run_all(
         while (waiting and not stop.is_set()) or running:
             while waiting and len(running) < jobs and not stop.is_set():
                 trial = waiting.pop(0)
-                running[trial] = _start(configs[trial][0])
+                running[trial] = start_run(configs[trial][0])
             for trial, process in list(running.items()):
                 if stop.is_set():
                     process.terminate()
@@ -156,7 +156,7 @@ def losses(rows: Sequence[Mapping[str, Any]], *, samples: int = 10_000, seed: in
             continue
         sums = [np.array([[by_trial[name, s][key] for s in seeds] for key in ("tau_sum", "tau_rows")], dtype=float)
                 for name in (preset, EXACT)]  # fmt: skip
-        accuracy = [sum(by_trial[preset, s]["correct"]) / sum(by_trial[preset, s]["rows"]) for s in seeds]
+        accuracy = [accuracies(by_trial[preset, s])[0] for s in seeds]
         num_seeds, num_prompts = sums[0].shape[1:]
         everyone = np.ones((num_seeds, num_prompts))
         draws = np.random.default_rng(seed)
@@ -179,6 +179,12 @@ def losses(rows: Sequence[Mapping[str, Any]], *, samples: int = 10_000, seed: in
             )
         )
     return found
+
+
+def accuracies(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    """acc_k of all conversations together, [K]. row: as `Quality` is written."""
+    shares: npt.NDArray[np.float64] = np.sum(row["correct"], 0) / np.sum(row["rows"], 0)
+    return shares
 
 
 def table(found: Sequence[Loss]) -> str:
@@ -209,7 +215,7 @@ def _loss(sums: Sequence[npt.NDArray[np.float64]], weight: npt.NDArray[Any], of_
     return 1.0 - ours / exact
 
 
-def _prepare(values: Mapping[str, Any], folder: Path) -> RunDir:
+def prepare_data(values: Mapping[str, Any], folder: Path) -> RunDir:
     """The run that holds the data of all; it is never trained."""
     config = load_config({**values, "hidden_states": {"mode": "online"}, "run_dir": str(folder / "prepared")})
     run = RunDir.create(config)
@@ -218,7 +224,7 @@ def _prepare(values: Mapping[str, Any], folder: Path) -> RunDir:
     return run
 
 
-def _make_run(values: Mapping[str, Any], trial: Trial, folder: Path, prepared: RunDir) -> tuple[RunDir, dict[str, Any]]:
+def make_run(values: Mapping[str, Any], trial: Trial, folder: Path, prepared: RunDir) -> tuple[RunDir, dict[str, Any]]:
     """The run's folder, with the data linked in, and its identity."""
     states: dict[str, Any] = {"mode": "online"}
     if trial.preset != EXACT:
@@ -244,7 +250,7 @@ def _make_run(values: Mapping[str, Any], trial: Trial, folder: Path, prepared: R
     return run, identity_fields(config)
 
 
-def _start(run: RunDir) -> subprocess.Popen[bytes]:
+def start_run(run: RunDir) -> subprocess.Popen[bytes]:
     with (run.root / "log.txt").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.trainer.bench.codec_quality_run", str(run.root)], stdout=log, stderr=log

@@ -16,6 +16,7 @@ import torch
 from storage.errors import StoreError
 from tasks.trainer.config import RunConfig
 from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.shape import trained_draft
 from tasks.trainer.draft.ttt import unroll
 from tasks.trainer.errors import InputError
@@ -36,19 +37,18 @@ QUALITY = "quality.json"
 class Quality:
     """What a draft is worth on each held-out conversation, teacher-forced, on the target's exact states.
 
-    Sums, so that any set of conversations has its tau and acc_0: tau = 1 + sum(tau_sum) / sum(tau_rows), and acc_0 =
-    sum(correct) / sum(rows).
+    Sums, so that any set of conversations has its tau and acc_k: tau = 1 + sum(tau_sum) / sum(tau_rows), and acc_k =
+    sum(correct[:, k]) / sum(rows[:, k]); both are [conversations, K].
     """
 
     step: int
     sample_ids: list[str] = field(default_factory=list)
     tau_sum: list[float] = field(default_factory=list)
     tau_rows: list[int] = field(default_factory=list)
-    correct: list[float] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    correct: list[list[float]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
 
 
-@torch.no_grad()
 def evaluate(config: RunConfig, run: RunDir) -> Quality:
     """Held-out metrics of the newest checkpoint, a conversation each."""
     prepared, found = run.receipt("prepare"), checkpoint.load_latest(run.checkpoints)
@@ -56,9 +56,15 @@ def evaluate(config: RunConfig, run: RunDir) -> Quality:
     assert found is not None
     target = Target.of(config.target, device=prepared["device"])
     draft = trained_draft(found.shape, found.draft, embedding=target.embedding, dtype=target.dtype)
-    computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=found.shape.head_dim)
-    head, draft_ids, steps = draft.target_head(target.head), draft.draft_ids(), config.train.ttt_steps
-    quality = Quality(step=found.step)
+    return evaluate_draft(draft, target, run, ttt_steps=config.train.ttt_steps, step=found.step)
+
+
+@torch.no_grad()
+def evaluate_draft(draft: Eagle3Draft, target: Target, run: RunDir, *, ttt_steps: int, step: int) -> Quality:
+    """Any draft on the run's held-out conversations; step: what it was trained for, for the record."""
+    computation = evaluation_computation(device=target.device.type, dtype=target.dtype, head_dim=draft.config.head_dim)
+    head, draft_ids, steps = draft.target_head(target.head), draft.draft_ids(), ttt_steps
+    quality = Quality(step=step)
     data = PreparedData.open(run.heldout_data)
     for batch in OnlineSource(target, device=target.device.type).batches([sample] for sample in data):
         unrolled = unroll(
@@ -73,8 +79,8 @@ def evaluate(config: RunConfig, run: RunDir) -> Quality:
         quality.sample_ids.append(batch.sample_ids[0])
         quality.tau_sum.append(float(unrolled.tau_sum))
         quality.tau_rows.append(unrolled.tau_rows)
-        quality.correct.append(float(unrolled.correct_sums[0]))
-        quality.rows.append(int(unrolled.rows[0]))
+        quality.correct.append([float(correct) for correct in unrolled.correct_sums])
+        quality.rows.append([int(rows) for rows in unrolled.rows])
     return quality
 
 

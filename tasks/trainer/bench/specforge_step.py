@@ -39,23 +39,36 @@ def versions() -> dict[str, str]:
 
 
 class Model:
-    """A random draft, its optimizer and the target's head, put together as SpecForge's assembly does."""
+    """A random draft, its optimizer and the target's head, put together as SpecForge's assembly does.
 
-    def __init__(self, shape: dict[str, Any], device: torch.device, dtype: torch.dtype, attention: str) -> None:
-        config = LlamaConfig(
-            hidden_size=shape["hidden_size"],
-            intermediate_size=shape["intermediate_size"],
-            num_hidden_layers=1,
-            num_attention_heads=shape["num_heads"],
-            num_key_value_heads=shape["num_kv_heads"],
-            head_dim=shape["head_dim"],
-            vocab_size=shape["target_vocab_size"],
-            max_position_embeddings=shape.get("max_positions", _MAX_POSITIONS),
-            rms_norm_eps=1e-6,
-            pad_token_id=0,
-            pretraining_tp=1,
-            tie_word_embeddings=False,
-        )
+    config: settings of the draft's LlamaConfig over those of the benchmark. optimizer: arguments of BF16Optimizer.
+    """
+
+    def __init__(
+        self,
+        shape: dict[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str,
+        *,
+        config: dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | None = None,
+    ) -> None:
+        settings = {
+            "hidden_size": shape["hidden_size"],
+            "intermediate_size": shape["intermediate_size"],
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape["num_heads"],
+            "num_key_value_heads": shape["num_kv_heads"],
+            "head_dim": shape["head_dim"],
+            "vocab_size": shape["target_vocab_size"],
+            "max_position_embeddings": shape.get("max_positions", _MAX_POSITIONS),
+            "rms_norm_eps": 1e-6,
+            "pad_token_id": 0,
+            "pretraining_tp": 1,
+            "tie_word_embeddings": False,
+        }
+        config = LlamaConfig(**{**settings, **(config or {})})
         config.draft_vocab_size = shape["vocab_size"]
         with device:
             draft = LlamaForCausalLMEagle3(config, attention_backend=attention)
@@ -77,7 +90,7 @@ class Model:
         )
         self.backend = FSDPTrainingBackend(
             ParallelConfig.from_distributed(),
-            optimizer_factory=lambda module: BF16Optimizer(module, lr=1e-4, total_steps=10**6),
+            optimizer_factory=lambda module: BF16Optimizer(module, **(optimizer or {"lr": 1e-4, "total_steps": 10**6})),
         )
         self.backend.prepare_model(self.online, wrap=False, optimizer_target=self.draft)
 

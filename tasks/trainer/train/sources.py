@@ -33,6 +33,8 @@ from tasks.trainer.train.staging import Stager, Traffic
 
 Pack = Sequence[PreparedSample]
 T = TypeVar("T")
+# Samples of a pack encoded at once.
+_ENCODERS = 8
 
 
 def share_of(pack: Pack, sharing: Sharing | None) -> ContextShare | None:
@@ -150,6 +152,7 @@ class FillingSource:
         self._url = url
         self._reader = StoreReader(url, writer.spec)
         self._taken: set[str] = set()
+        self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         self._device = device
         self._stager = Stager(device)
         self.captured_samples = 0
@@ -184,8 +187,9 @@ class FillingSource:
                 yield self._stager.finish(pack)
 
     def close(self) -> None:
-        """Give up the reader. The writer is the caller's."""
+        """Give up the reader and threads. The writer is the caller's."""
         self._reader.close()
+        self._encoders.shutdown()
 
     def _encoded(self, pack: Pack) -> list[EncodedSample]:
         known = self._reader.entries
@@ -200,9 +204,13 @@ class FillingSource:
 
     def _from_target(self, samples: Sequence[PreparedSample]) -> Iterator[EncodedSample]:
         spec, statistics = self._writer.spec, self._writer.statistics
-        for states in self._capture(samples):
+
+        def encoded(states: Sample) -> EncodedSample:
             arrays = encode_sample(states, spec, statistics)
-            yield encoded_states(arrays, sample_id=states.sample_id, spec=spec, statistics=statistics)
+            return encoded_states(arrays, sample_id=states.sample_id, spec=spec, statistics=statistics)
+
+        # numpy lets other threads run while it computes; short samples leave no work to share inside one.
+        yield from self._encoders.map(encoded, self._capture(samples))
 
     def _was_committed(self, sample_id: str) -> bool:
         return sample_id in self._taken and sample_id in self._writer.committed()

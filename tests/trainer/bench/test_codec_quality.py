@@ -119,7 +119,7 @@ def rows_of(effect: float, *, seeds: int, prompts: int, seed: int = 0) -> list[d
                 {
                     "preset": preset, "seed": number, "sample_ids": [str(n) for n in range(prompts)],
                     "tau_sum": (rows * easy * luck * factor * noise).tolist(), "tau_rows": rows.tolist(),
-                    "correct": (rows * 0.5).tolist(), "rows": rows.tolist(),
+                    "correct": (rows * 0.5)[:, None].tolist(), "rows": rows[:, None].tolist(),
                 }
             )  # fmt: skip
     return made
