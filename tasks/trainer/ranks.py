@@ -5,8 +5,8 @@
           ├ worker rank 0  run_stage: holds the lease, writes what the run leaves, speaks JSON lines
           └ worker rank n  the same stage, writes nothing
 
-A rank that fails leaves its error in torchrun's error file; the launcher tells the cause: the first error of a rank
-that is not merely the loss of another, or the signal that killed one. Each rank sees one GPU only, so that "cuda" means
+A rank that fails leaves its error in torchrun's error file; the launcher tells the cause, which is not that another
+rank was lost. Each rank sees one GPU only, so that "cuda" means
 its own in every thread. The price of the launcher is one more process, and its import of torch.
 """
 
@@ -128,8 +128,7 @@ def launch(stage: str, run_dir: str, *, nproc: int, machines: Machines | None) -
 
 def explain(error: ChildFailedError) -> tuple[int, str]:
     """The exit code of a failed launch, and what its cause was, in one line."""
-    failures = sorted(error.failures.items(), key=lambda failure: (_is_consequence(failure[1]), failure[1].timestamp))
-    rank, cause = failures[0]
+    rank, cause = min(error.failures.items(), key=lambda failure: (_remoteness(failure[1]), failure[1].timestamp))
     text = _text(cause)
     if cause.exitcode == EXIT_INTERRUPTED:
         return EXIT_INTERRUPTED, ""  # rank 0 has said what is saved
@@ -146,9 +145,16 @@ def _text(failure: ProcessFailure) -> str:
     return str(message["message"] if isinstance(message, Mapping) else message).strip() if failure.exitcode > 0 else ""
 
 
-def _is_consequence(failure: ProcessFailure) -> bool:
-    """Whether a rank ended because another one did."""
-    return failure.exitcode > 0 and _text(failure).startswith("RankLost")
+def _remoteness(failure: ProcessFailure) -> int:
+    """How far a rank's end is from the cause: its own error, a hung rank seen by another, a signal, another's end."""
+    text = _text(failure)
+    if failure.exitcode < 0:
+        return 2
+    if text.startswith("RankHung"):
+        return 1
+    # What a collective says when another rank is gone: gloo's, and NCCL's error class.
+    lost = text.startswith(("RankLost", "DistBackendError", "DistNetworkError")) or "closed by peer" in text
+    return 3 if lost else 0
 
 
 def work(stage: str, run_dir: str) -> dict[str, Any] | None:

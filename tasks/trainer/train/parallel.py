@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,10 +34,20 @@ from tasks.trainer.errors import InputError
 
 # How long the start may take: other ranks may still download the target.
 START_PATIENCE = timedelta(minutes=30)
+# The first rank names who is missing, so it must be the first to give up.
+_AFTER_FIRST = timedelta(seconds=5)
 
 
 class RankLost(RuntimeError):
-    """Another rank died or hangs; the message says which. The cause is in that rank's own words, if it had any."""
+    """Another rank ended; the message says which. The cause is in that rank's own words, if it had any."""
+
+
+class RankHung(RankLost):
+    """Another rank did not come in time, though it had not ended."""
+
+
+# What rank 0's barrier says of the ranks that did not come.
+_MISSING = re.compile(r"Ranks? ([\d, ]+) failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +74,14 @@ class Layout:
     """This rank's context group; None when it is alone there."""
     host_group: dist.ProcessGroup | None = None
     """All ranks by gloo, for tensors on the CPU; None for one rank."""
+    patient_group: dist.ProcessGroup | None = None
+    """The same, where ranks may wait for minutes."""
     device_group: dist.ProcessGroup | None = None
     """All ranks, for tensors on the device; None for the default group."""
     patience: timedelta = timedelta(seconds=30)
     """How long a rank waits for the others."""
+    neighbours: Mapping[int, int] = field(default_factory=dict)
+    """Process ids of this machine's ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -100,10 +117,11 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> I
     on_gpu = device == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        timeout=2 * patience,  # ranks meet on the host before: only a device that hangs runs into this
+        timeout=patience + timedelta(seconds=15),  # ranks meet before: only a device that hangs runs into this
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
-    host_group = dist.new_group(backend="gloo", timeout=patience)
+    host_group = dist.new_group(backend="gloo", timeout=patience + _AFTER_FIRST)
+    patient_group = dist.new_group(backend="gloo", timeout=START_PATIENCE)
     context_group = None
     if context_size > 1:
         for first in range(0, world_size, context_size):
@@ -113,11 +131,19 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> I
                 context_group = group
     layout = Layout(
         rank, world_size, local_rank, device, data_rank, data_size, context_rank, context_size,
-        context_group, host_group, patience=patience,
+        context_group, host_group, patient_group, patience=patience, neighbours=_neighbours(host_group, rank, local_rank),
     )  # fmt: skip
     meet(layout, "the start", patience=START_PATIENCE)
     yield layout
     dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
+
+
+def _neighbours(host_group: dist.ProcessGroup, rank: int, local_rank: int) -> dict[int, int]:
+    pids = [torch.tensor([0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=host_group)
+    first = rank - local_rank
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {number: int(pids[number]) for number in range(first, first + num_local)}
 
 
 def among_first(layout: Layout, count: int) -> Layout | None:
@@ -125,30 +151,62 @@ def among_first(layout: Layout, count: int) -> Layout | None:
     come: for measuring fewer ranks than were started."""
     assert layout.context_size == 1
     members = list(range(count))
-    host_group = dist.new_group(members, backend="gloo", timeout=layout.patience)
-    device_group = dist.new_group(members, timeout=2 * layout.patience)
+    host_group = dist.new_group(members, backend="gloo", timeout=layout.patience + _AFTER_FIRST)
+    patient_group = dist.new_group(members, backend="gloo", timeout=START_PATIENCE)
+    device_group = dist.new_group(members, timeout=layout.patience)
     if layout.rank >= count:
         return None
     if count == 1:
         return Layout(device=layout.device)
-    return replace(layout, world_size=count, data_size=count, host_group=host_group, device_group=device_group)
+    return replace(
+        layout,
+        world_size=count,
+        data_size=count,
+        host_group=host_group,
+        patient_group=patient_group,
+        device_group=device_group,
+    )
 
 
 def meet(layout: Layout, what: str, *, patience: timedelta | None = None) -> None:
-    """Wait until every rank is here. what: where that is, for the error. Raises RankLost, which names who is not."""
+    """Wait until every rank is here. what: where that is, for the error. Raises RankLost or RankHung, which name who is
+    not."""
     if layout.host_group is None:
         return
-    patience = patience or layout.patience
-    seconds = patience.total_seconds()
+    # The first rank heeds the timeout and knows who is missing; the others heed their group's, which is a little longer,
+    # so that the first can say so.
+    group = layout.patient_group if patience else layout.host_group
+    timeout = patience or layout.patience
+    started = time.monotonic()
     try:
-        # The first one knows who is missing; the others wait a little longer, so that it can say so.
-        timeout = patience if layout.is_first else patience + timedelta(seconds=5)
-        dist.monitored_barrier(layout.host_group, timeout=timeout, wait_all_ranks=True)
+        dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise RankLost(
-            f"rank {layout.rank} waited {seconds:.0f} s at most at {what}, and another rank did not come: {reason}"
+        waited = time.monotonic() - started
+        missing = [int(rank) for rank in re.findall(r"\d+", "".join(_MISSING.findall(str(error))))] or [0]
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        if waited < 0.9 * timeout.total_seconds():
+            raise RankLost(f"{names} ended before {what}") from None
+        _end_hung(layout, missing)
+        raise RankHung(
+            f"{names} did not come to {what} within {waited:.0f} s: hung, or slower than train.rank_timeout allows"
         ) from None
+
+
+def _end_hung(layout: Layout, ranks: Sequence[int]) -> None:
+    """Kill the ranks of this machine that hang. They may heed no SIGTERM, and torchrun would wait half a minute."""
+    for rank in ranks:
+        if rank in layout.neighbours and rank != layout.rank:
+            with suppress(ProcessLookupError):
+                os.kill(layout.neighbours[rank], signal.SIGKILL)
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """A collective right after `meet`: what fails in it is that another rank ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank ended during {what}: {str(error).splitlines()[0]}") from None
 
 
 def sum_on_host(layout: Layout, values: Tensor, what: str, *, patience: timedelta | None = None) -> Tensor:
@@ -158,7 +216,8 @@ def sum_on_host(layout: Layout, values: Tensor, what: str, *, patience: timedelt
         return values
     meet(layout, what, patience=patience)
     total = values.clone()
-    dist.all_reduce(total, group=layout.host_group)
+    with _together(what):
+        dist.all_reduce(total, group=layout.host_group)
     return total
 
 
@@ -208,5 +267,6 @@ def sum_gradients(layout: Layout, gradients: list[Tensor]) -> None:
     if layout.host_group is None:
         return
     meet(layout, "the gradients")
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=layout.device_group)
+    with _together("the gradients"):
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=layout.device_group)
