@@ -274,9 +274,8 @@ class _Gather(torch.autograd.Function):
             input_split_sizes=[2 * rows * row_bytes for rows in exchange.num_rows],
             group=exchange.group,
         )
-        # Not a reduce-scatter: that would round each partial sum to the gradients' own dtype, in an order of its own.
-        wide = torch.promote_types(received.dtype, torch.float32)
-        of_key, of_value = received.sum(0, dtype=wide).to(received.dtype)
+        # Not a reduce-scatter, which would round each partial sum to bfloat16: a sum here is one in float32, rounded.
+        of_key, of_value = received.sum(0)
         return None, of_key, of_value
 
 
