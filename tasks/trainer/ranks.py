@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import StoreError
-from tasks.trainer.config import RunConfig
+from tasks.trainer.config import RunConfig, Train
 from tasks.trainer.errors import InputError
 from tasks.trainer.progress import JsonLines, emit, silent
 from tasks.trainer.run_dir import RunDir
@@ -70,6 +70,17 @@ def count_ranks(stage: str, config: RunConfig, device: str) -> int:
             chosen, num_gpus, settings.grad_accumulation,
         )  # fmt: skip
     return chosen
+
+
+def check_ranks(settings: Train, num_ranks: int) -> None:
+    """num_ranks: of all machines. Raises InputError when one would have nothing to do."""
+    num_groups = num_ranks // settings.context_parallel
+    if settings.grad_accumulation < num_groups:
+        raise InputError(
+            f"{num_groups} ranks share train.grad_accumulation={settings.grad_accumulation} packs of an "
+            "optimizer step, so some would have none: set train.nproc to fewer, or "
+            f"train.grad_accumulation={num_groups} or more in a new run (it changes what is trained)"
+        )
 
 
 def _num_gpus() -> int:

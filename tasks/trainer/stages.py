@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import StoreError
-from tasks.trainer.config import Offline, RunConfig, identity_fields
+from tasks.trainer.config import Auto, Offline, RunConfig, identity_fields
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import digest_url
 from tasks.trainer.progress import JsonLines, Progress, emit
@@ -42,6 +42,13 @@ def prepare(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any
     from tasks.trainer.data.prepare import prepare_data
 
     return prepare_data(config, run, progress)
+
+
+def plan(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Predict what every choice costs; under mode auto, make it."""
+    from tasks.trainer.plan_stage import plan_run
+
+    return plan_run(config, run)
 
 
 def capture(config: RunConfig, run: RunDir, progress: Progress, layout: Layout | None = None) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def judge(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
 
 STAGES: dict[str, Stage] = {
     "prepare": prepare,
+    "plan": plan,
     "capture": capture,
     "train": train,
     "evaluate": evaluate,
@@ -131,7 +139,13 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
     values: dict[str, Any] = {"stage": stage}
     if stage == "prepare":
         urls = [config.data.source, *([config.data.heldout_source] if config.data.heldout_source else [])]
-        values |= {"identity": identity_fields(config), "sources": [digest_url(url) for url in urls]}
+        # Mode auto is decided from what is prepared here, and that stays the same.
+        identity = {key: value for key, value in identity_fields(config).items() if key != "hidden_states"}
+        values |= {"identity": identity, "sources": [digest_url(url) for url in urls]}
+    elif stage == "plan":
+        # All ways to have states are in every plan, whichever the run takes.
+        values |= {"train": config.train.model_dump(mode="json"), "draft": config.draft.model_dump(mode="json")}
+        values |= {"prepare": run.receipt("prepare")}
     elif stage == "train":
         values |= {"identity": identity_fields(config), "prepare": run.receipt("prepare")}
     elif stage == "evaluate":
@@ -153,13 +167,21 @@ def finished(stage: str, config: RunConfig, run: RunDir) -> dict[str, Any] | Non
     receipt = run.receipt(stage)
     if receipt is None or stage in ("capture", "report"):
         return None
+    if stage == "plan" and isinstance(config.hidden_states, Auto):
+        return None  # it ended before it had decided
     return receipt if receipt["inputs"] == stage_inputs(stage, config, run) else None
 
 
+PLANNING = ("prepare", "plan")
+"""The stages that every run begins with. After them hidden_states.mode is auto no more: read the run's config again."""
+
+
 def stages_of(config: RunConfig) -> list[str]:
-    """The stages that a run of this config goes through, in order."""
+    """The stages that a run of this config goes through, in order; under mode auto, those that decide it."""
+    if isinstance(config.hidden_states, Auto):
+        return list(PLANNING)
     offline = isinstance(config.hidden_states, Offline)
-    return ["prepare", *(["capture"] if offline else []), "train", "evaluate", "export", "report"]
+    return [*PLANNING, *(["capture"] if offline else []), "train", "evaluate", "export", "report"]
 
 
 class _EventHandler(logging.Handler):
@@ -202,6 +224,8 @@ def _over_ranks(stage: str, run_dir: str) -> int | None:
         return None
     nproc = ranks.count_ranks(stage, config, prepared["device"])
     machines = ranks.find_machines(config.train.nnodes, os.environ)
+    if stage == "train":
+        ranks.check_ranks(config.train, nproc * config.train.nnodes)
     if nproc == 1 and machines is None:
         return None
     return ranks.launch(stage, run_dir, nproc=nproc, machines=machines)
@@ -220,7 +244,10 @@ def main() -> int:
         if code is not None:
             return code
         with stop.installed(interrupted(f"stage {arguments.stage}")):
-            receipt = run_stage(arguments.stage, RunDir.open(arguments.run_dir), JsonLines(arguments.stage))
+            run = RunDir.open(arguments.run_dir)
+            receipt = run_stage(arguments.stage, run, JsonLines(arguments.stage))
+            if arguments.stage == "prepare":
+                run_stage("plan", run, JsonLines("plan"))  # takes a second here, where all that it needs is loaded
     except (InputError, StoreError) as error:
         emit({"event": "error", "message": str(error)})
         return EXIT_INPUT

@@ -30,8 +30,8 @@ from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
-from tasks.trainer.errors import InputError
 from tasks.trainer.progress import Progress
+from tasks.trainer.ranks import check_ranks
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stop import stop
 from tasks.trainer.train import checkpoint
@@ -90,7 +90,7 @@ def train(
     or gradient is not finite or out of line (its file names the samples), RankLost when another rank is gone.
     """
     settings, layout = config.train, layout or Layout(device=device)
-    check_ranks(settings, layout)
+    check_ranks(settings, layout.world_size)
     computation = choose_computation(
         settings, device=device, dtype=dtype, head_dim=draft.config.head_dim, context_group=layout.context_group
     )
@@ -211,6 +211,8 @@ def train(
         "loss": computation.loss,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
+        "ranks": layout.world_size,
+        "sharding": settings.sharding if layout.world_size > 1 else None,
         "identity": identity,
         "best_step": best[0] if best else None,
     }
@@ -261,21 +263,6 @@ def place_draft(draft: Eagle3Draft, settings: Train, layout: Layout, *, dtype: t
     draft.to(layout.device)
     draft.embedding = draft.embedding.to(dtype)
     shard(draft, layout, dtype)
-
-
-def check_ranks(settings: Train, layout: Layout) -> None:
-    """Raises InputError when a rank would have nothing to do, or packs are not shared as they should be."""
-    if settings.context_parallel != layout.context_size:
-        raise InputError(
-            f"train.context_parallel={settings.context_parallel} takes so many ranks, or a multiple, and this run has "
-            f"{layout.world_size}: set train.nproc={settings.context_parallel}, on as many GPUs"
-        )
-    if settings.grad_accumulation < layout.data_size:
-        raise InputError(
-            f"{layout.data_size} ranks share train.grad_accumulation={settings.grad_accumulation} packs of an "
-            "optimizer step, so some would have none: set train.nproc to fewer, or "
-            f"train.grad_accumulation={layout.data_size} or more in a new run (it changes what is trained)"
-        )
 
 
 def count_step_rows(data: Samples, packs: Sequence[Sequence[int]], ttt_steps: int) -> Tensor:

@@ -131,7 +131,8 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> I
                 context_group = group
     layout = Layout(
         rank, world_size, local_rank, device, data_rank, data_size, context_rank, context_size,
-        context_group, host_group, patient_group, patience=patience, neighbours=_neighbours(host_group, rank, local_rank),
+        context_group, host_group, patient_group, patience=patience,
+        neighbours=_neighbours(host_group, rank, local_rank),
     )  # fmt: skip
     meet(layout, "the start", patience=START_PATIENCE)
     yield layout
@@ -173,8 +174,8 @@ def meet(layout: Layout, what: str, *, patience: timedelta | None = None) -> Non
     not."""
     if layout.host_group is None:
         return
-    # The first rank heeds the timeout and knows who is missing; the others heed their group's, which is a little longer,
-    # so that the first can say so.
+    # The first rank heeds the timeout and knows who is missing; the others heed their group's, a little longer, so that
+    # the first can say so.
     group = layout.patient_group if patience else layout.host_group
     timeout = patience or layout.patience
     started = time.monotonic()

@@ -22,12 +22,13 @@ from tasks.trainer.data.vocabulary import Vocabulary
 from tasks.trainer.draft.context import Sharing
 from tasks.trainer.draft.shape import draft_shape, fresh_draft
 from tasks.trainer.progress import Progress
+from tasks.trainer.ranks import check_ranks
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
 from tasks.trainer.target_text import pick_dtype
 from tasks.trainer.train.batches import Packs
-from tasks.trainer.train.loop import check_ranks, train
+from tasks.trainer.train.loop import train
 from tasks.trainer.train.parallel import START_PATIENCE, Layout, first_on_machine, meet, sum_on_host
 from tasks.trainer.train.sources import FillingSource, OnlineSource, StatesSource, StoreSource
 
@@ -46,7 +47,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress, *, layout: L
         # all of them to wake: up to 8 ms, 300 ms a step, on a virtual machine of 32 cores.
         torch.set_num_threads(1)
     layout = layout or Layout(device=device)
-    check_ranks(config.train, layout)  # before anything is loaded
+    check_ranks(config.train, layout.world_size)  # before anything is loaded
     with first_on_machine(layout):
         ends = load_ends(config.target, device=device, with_last_layer=config.draft.start == "target_layer")
     vocabulary = Vocabulary.load(run.vocabulary)
@@ -59,6 +60,8 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress, *, layout: L
         aux_layer_ids=tuple(prepared["aux_layer_ids"]),
     )
     draft, head_rows_of_parent = fresh_draft(shape, config.draft, ends, d2t=d2t, t2d=t2d, seed=config.train.seed)
+    head = draft.target_head(ends.head)
+    del ends  # the draft has its own embedding: on a GPU these are gigabytes
     data = PreparedData.open(run.train_data)
     heldout = []
     if config.train.evaluates:
@@ -68,7 +71,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress, *, layout: L
             config,
             run,
             draft=draft,
-            head=draft.target_head(ends.head),
+            head=head,
             data=data,
             source=source,
             device=device,
@@ -78,6 +81,7 @@ def train_draft(config: RunConfig, run: RunDir, progress: Progress, *, layout: L
             layout=layout,
         )
     receipt["head_rows_of_parent"] = head_rows_of_parent
+    receipt["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else None
     if isinstance(source, FillingSource):
         states = config.hidden_states
         assert states.store_url is not None
