@@ -39,6 +39,7 @@ class Case:
     rounded: bool = False
     """Whether weights and states have bfloat16's values, in whatever dtype."""
     gradients: bool = True
+    device: str = "cpu"
 
     def values(self, drawn: Tensor) -> Tensor:
         """Drawn numbers as this case has them."""
@@ -47,14 +48,14 @@ class Case:
 
 def run_case(case: Case, sharing: Sharing | None = None, group: Any = None) -> dict[str, Tensor]:
     """What one rank finds: sums, the draft's gradients, and of each pack those of the auxiliary states of its rows."""
-    draft = random_draft(torch.bfloat16 if case.rounded else case.dtype, **case.draft).to(case.dtype)
+    draft = random_draft(torch.bfloat16 if case.rounded else case.dtype, **case.draft).to(case.device, case.dtype)
     computation = Computation(attention=case.attention, loss=case.loss, memory=case.memory, context_group=group)
     rows = sum((count_rows(mask, lengths, K) for mask, lengths in case.packs), start=torch.zeros(K))
     weights = [0.8**k / K / int(n) if n else 0.0 for k, n in enumerate(rows)]
     found: dict[str, Tensor] = {}
     with torch.set_grad_enabled(case.gradients):
         for number, (mask, lengths) in enumerate(case.packs):
-            batch = make_batch(mask, lengths, case, sharing, seed=number)
+            batch = make_batch(mask, lengths, case, sharing, seed=number).to(case.device)
             aux_hidden = batch.aux_hidden.requires_grad_(case.gradients)
             generator = torch.Generator().manual_seed(5)
             unrolled = unroll(
@@ -62,23 +63,23 @@ def run_case(case: Case, sharing: Sharing | None = None, group: Any = None) -> d
                 batch,
                 ttt_steps=K,
                 row_weight=weights,
-                head=case.values(torch.rand(DRAFT_VOCAB, HIDDEN, generator=generator) - 0.5),
+                head=case.values(torch.rand(DRAFT_VOCAB, HIDDEN, generator=generator) - 0.5).to(case.device),
                 draft_ids=draft.draft_ids(),
                 computation=computation,
             )
             if case.gradients:
                 unrolled.loss.backward()
                 assert aux_hidden.grad is not None
-                found[f"aux_hidden {number}"] = aux_hidden.grad
+                found[f"aux_hidden {number}"] = aux_hidden.grad.cpu()
                 share = batch.share
                 found[f"rows {number}"] = torch.arange(len(mask)) if share is None else share.own_rows
             for name in ("loss", "rows", "loss_sums", "correct_sums", "alpha_sums", "tau_sum"):
-                found[name] = found.get(name, torch.zeros(())) + getattr(unrolled, name).detach().double()
+                found[name] = found.get(name, torch.zeros(())) + getattr(unrolled, name).detach().double().cpu()
             found["tau_rows"] = found.get("tau_rows", torch.zeros(())) + unrolled.tau_rows
     if case.gradients:
         for name, parameter in draft.named_parameters():
             assert parameter.grad is not None, name
-            found[f"gradient {name}"] = parameter.grad
+            found[f"gradient {name}"] = parameter.grad.cpu()
     return found
 
 
@@ -128,8 +129,15 @@ def run_ranks(cases: dict[str, Case], num_ranks: int, folder: Path) -> dict[str,
 
 def _rank(rank: int, num_ranks: int, cases: dict[str, Case], folder: Path) -> None:
     torch.set_num_threads(1)
+    on_gpu = any(case.device == "cuda" for case in cases.values())
+    if on_gpu:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
     )
     sharing = Sharing(rank, num_ranks, K)
     found = {name: run_case(case, sharing, dist.group.WORLD) for name, case in cases.items()}

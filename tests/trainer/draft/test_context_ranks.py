@@ -91,10 +91,10 @@ def test_float32_is_as_close_as_its_sums(found: dict[tuple[int, str], list[dict[
 
 def test_bfloat16_loses_no_more_than_one_rank_does(found: dict[tuple[int, str], list[dict[str, Tensor]]]) -> None:
     """Red when gradients of keys lose on their way back what they do not lose on one rank. Truth: float64 on the same
-    weights and states; the bound: one rank's own error, and a tenth for the luck of rounding."""
+    weights and states; the bound: twice one rank's own error, for a norm's gradient is 32 rounded numbers."""
     truth = run_case(replace(CASES["bfloat16"], dtype=torch.float64))
     sums, one = together(found[2, "bfloat16"]), alone("bfloat16")
     for key in sums:
         if key.startswith(("gradient", "aux_hidden")):
             own, bound = (float((of[key].double() - truth[key]).norm()) for of in (sums, one))
-            assert own <= 1.1 * bound + 1e-12, f"{key}: {own:.3e} against {bound:.3e}"
+            assert own <= 2 * bound + 1e-12, f"{key}: {own:.3e} against {bound:.3e}"
