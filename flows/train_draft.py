@@ -1,4 +1,4 @@
-"""The train-draft flow: prepare > [capture] > train > evaluate > export > report.
+"""The train-draft flow: prepare > plan > [capture] > train > evaluate > export > report.
 
 `python -m flows.train_draft RECIPE.yaml [--set key=value ...] [--run-dir DIR]` runs it without a server, as does
 `eyas train`. A stage whose receipt is there is done; running the flow again on the same run directory continues it.
@@ -10,6 +10,7 @@ starts, too, and say what is wrong in pydantic's words; they are checked here in
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from prefect import flow
@@ -20,16 +21,18 @@ from flows.worker_watch import end_with_worker
 from tasks.capture import capture
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.export import export
+from tasks.plan import plan
 from tasks.prepare import prepare
 from tasks.report import report
 from tasks.train import train as train_task
-from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Offline, Online, RunConfig, Target, Train
+from tasks.trainer.config import Auto, Data, Draft, Evaluate, HiddenStates, Offline, Online, RunConfig, Target, Train
 from tasks.trainer.recipe import config_from_form
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.stages import finished, stages_of
+from tasks.trainer.stages import PLANNING, finished, stages_of
 
 NODES = {
     "prepare": prepare,
+    "plan": plan,
     "capture": capture,
     "train": train_task,
     "evaluate": evaluate_task,
@@ -84,18 +87,26 @@ def train_draft(
     where = str(run.root)
     in_process = runs_in_process(config)
     logger = get_run_logger()
-    for stage in stages_of(config):
-        if finished(stage, config, run):
-            logger.info("%s: done before", stage)
-        else:
-            receipt = NODES[stage](where, in_process=in_process)
+    receipt: dict[str, Any] = {}
+
+    def go(stages: Iterable[str]) -> None:
+        nonlocal receipt
+        for stage in stages:
+            if finished(stage, config, run) and stage != "plan":  # its task shows it again
+                logger.info("%s: done before", stage)
+            else:
+                receipt = NODES[stage](where, in_process=in_process)
+
+    go(PLANNING)
+    config = run.config()  # hidden_states.mode=auto is decided by now
+    go(stage for stage in stages_of(config) if stage not in PLANNING)
     return receipt
 
 
 def runs_in_process(config: RunConfig) -> bool:
     """Whether all stages must share this process: what lies in memory:// lives and dies with it."""
     return config.run_dir.startswith("memory:") or (
-        isinstance(config.hidden_states, Offline) and config.hidden_states.store_url.startswith("memory:")
+        isinstance(config.hidden_states, Offline | Auto) and config.hidden_states.store_url.startswith("memory:")
     )
 
 

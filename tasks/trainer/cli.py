@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tasks.trainer.champion_cli import app as champion_app
@@ -26,10 +27,41 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="Override, for exam
 
 def mount(app: typer.Typer) -> None:
     """Add the trainer's commands to the `eyas` command."""
+    app.command()(plan)
     app.command()(evaluate)
     app.command()(export)
     app.command()(config)
     app.add_typer(champion_app, name="champion")
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="YAML recipe: a complete run config.")],
+    set_: Set = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Plan for a device of the table, h200, not the one found.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Say what each choice would store, need on the GPU and take, and which to take. Trains nothing.
+
+    Of the target only config and tokenizer are read, of the conversations a part.
+
+    Examples:
+
+      eyas plan RECIPE.yaml
+
+      eyas plan RECIPE.yaml --device h200 --set train.checkpointing=step --json
+    """
+    from tasks.trainer.plan_markdown import render_plan
+    from tasks.trainer.plan_stage import plan_recipe
+
+    config = read_config(recipe, set_ or [])
+    with console.status("planning"):
+        made = plan_recipe(config, device=device)
+    if as_json:
+        typer.echo(json.dumps(made.document()))
+    else:
+        Console().print(Markdown(render_plan(made, target=config.target.model)))
 
 
 def evaluate(run_dir: RunDirArgument, set_: Set = None) -> None:

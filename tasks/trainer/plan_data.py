@@ -38,11 +38,16 @@ class DataRows:
     targets: int
     """Their target rows: what a store holds soft targets for."""
     packs: tuple[PackRows, ...]
-    """The packs of an epoch."""
+    """The packs of an epoch, or of the part of it that was read."""
     source: str
-    """Where the figures are from: "prepared", or what was read of the source."""
-    domains: int = 0
-    """Domains the samples name."""
+    """Where the figures are from, for people."""
+    share: float = 1.0
+    """Of the data set that was read; the figures above are of the whole, estimated from it."""
+
+    @property
+    def packs_an_epoch(self) -> int:
+        """Packs of the whole."""
+        return max(1, round(len(self.packs) / self.share))
 
     @property
     def mean_pack(self) -> PackRows:
@@ -66,16 +71,19 @@ def data_rows(
     *,
     ttt_steps: int,
     source: str,
+    share: float = 1.0,
 ) -> DataRows:
-    """The rows of samples that were prepared. packs: an epoch's, as sample numbers (train.batches.Packs)."""
+    """The rows of samples. packs: an epoch's, as sample numbers (train.batches.Packs). share: what part of the data
+    set the samples are."""
     samples = [sample_rows(mask, ttt_steps) for mask in loss_masks]
     none = PackRows(0, 0, 0, 0, 0)
     return DataRows(
-        samples=len(samples),
-        tokens=sum(sample.tokens for sample in samples),
-        targets=sum(sample.targets for sample in samples),
+        samples=round(len(samples) / share),
+        tokens=round(sum(sample.tokens for sample in samples) / share),
+        targets=round(sum(sample.targets for sample in samples) / share),
         packs=tuple(sum((samples[number] for number in pack), start=none) for pack in packs),
         source=source,
+        share=share,
     )
 
 

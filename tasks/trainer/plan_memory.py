@@ -28,14 +28,22 @@ _FLOAT32 = 4
 class Shape(Protocol):
     """The fields of a DraftConfig that decide memory."""
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    target_vocab_size: int
-    num_layers: int
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def target_vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

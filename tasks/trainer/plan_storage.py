@@ -25,7 +25,7 @@ AUX_BITS = {0.1: 5.356, 0.3: 3.571, 0.5: 2.855, 0.8: 2.199}
 LAST_BITS = {0.05: 6.668, 0.1: 5.459}
 LOSSLESS_BITS = 10.64
 # Bytes of a soft target's entry by the number of entries.
-TOP_K_BYTES = {64: 1.816, 256: 1.623}
+TOP_K_BYTES: dict[float, float] = {64: 1.816, 256: 1.623}
 # Ids, mask, argmax and log-sum-exp, compressed: a token; indexes and padding: a sample.
 TOKEN_BYTES, SAMPLE_BYTES = 5.2, 700
 # What is read of a token: bfloat16 bytes a second and core, decoded to codes from samples of 16K tokens.

@@ -16,6 +16,7 @@ lease.json                who works on the run at this moment
 evaluation.json           acceptance and held-out metrics
 judgement.json            of a night's run: counts by prompt, of the draft and of what it must beat
 draft/                    the exported draft
+plan.md, plan.json        what each choice would cost
 plots/, report.md, report.json
 receipts/STAGE.json       written last by each stage: what it did. Without it the stage is not done
 """
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.location import locate
-from tasks.trainer.config import RunConfig, identity_fields
+from tasks.trainer.config import Offline, Online, RunConfig, identity_fields
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import read_json, write_json, write_text
 from tasks.trainer.lease import Lease, hold
@@ -67,7 +68,14 @@ class RunDir:
                 run.mirror.pull_receipts()
             identity = identity_fields(config)
             if run.identity_path.exists():
-                changed = _differences(read_json(run.identity_path), identity)
+                before = read_json(run.identity_path)
+                if before["hidden_states"] == {"mode": "auto"}:  # not decided yet, so nothing is trained
+                    before["hidden_states"] = identity["hidden_states"]
+                    write_json(run.identity_path, identity)
+                elif config.hidden_states.mode == "auto":  # the run goes on with what was decided
+                    config = config.model_copy(update={"hidden_states": run.config().hidden_states})
+                    identity = identity_fields(config)
+                changed = _differences(before, identity)
                 if changed:
                     raise InputError(
                         f"run_dir={config.run_dir!r} holds another run: {'; '.join(changed)}. Give another run_dir, or "
@@ -124,6 +132,14 @@ class RunDir:
     def config(self) -> RunConfig:
         """The run's resolved config."""
         return read_config(str(self.config_path))
+
+    def decide(self, config: RunConfig, states: Online | Offline) -> None:
+        """Write what hidden_states.mode=auto became into the run's config and identity, which comes last."""
+        decided = config.model_copy(update={"hidden_states": states})
+        write_text(self.config_path, dump_config(decided))
+        write_json(self.identity_path, identity_fields(decided))
+        if self.mirror is not None:
+            self.mirror.push(["config.yaml", "identity.json"])
 
     def publish(self, path: Path) -> None:
         """Have a file at the run's URL, too, whatever becomes of its stage."""
@@ -214,6 +230,14 @@ class RunDir:
     @property
     def profile(self) -> Path:
         return self.root / "profile"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def plan_markdown(self) -> Path:
+        return self.root / "plan.md"
 
     @property
     def evaluation(self) -> Path:
