@@ -118,7 +118,6 @@ def joined(*, device: str, context_size: int = 1, patience_s: float = 30.0) -> I
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=patience + timedelta(seconds=15),  # ranks meet before: only a device that hangs runs into this
-        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
     host_group = dist.new_group(backend="gloo", timeout=patience + _AFTER_FIRST)
     patient_group = dist.new_group(backend="gloo", timeout=START_PATIENCE)
