@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from storage.errors import StoreError
-from storage.gc import KEEP_FOLDER
 from storage.location import Location, locate
 from storage.pointer import Version, check_swappable, read_version, swap
 from tasks.trainer.errors import InputError
@@ -219,6 +218,8 @@ def open_home(url: str) -> Location:
 
 def write_keep_list(store_url: str, *, home: Location, night: int, fingerprint: str, sample_ids: Sequence[str]) -> str:
     """Have `eyas store gc` leave what a night's draft was trained on; returns the list's name. OSError if refused."""
+    from storage.gc import KEEP_FOLDER  # not above: it imports zarr
+
     line = hashlib.blake2b(home.url.encode(), digest_size=6).hexdigest()
     name = f"champion-{line}-{night:04d}.json"
     document = {"fingerprint": fingerprint, "home": home.url, "night": night, "sample_ids": list(sample_ids)}

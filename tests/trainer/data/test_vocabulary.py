@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tasks.trainer.data.vocabulary import Vocabulary, build_vocabulary
+from tasks.trainer.data.vocabulary import Vocabulary, build_vocabulary, parent_vocabulary
 from tasks.trainer.errors import InputError
 
 COUNTS = np.array([0, 5, 9, 0, 5, 5, 1, 0], dtype=np.int64)
@@ -93,3 +93,32 @@ def test_wrong_input_is_named(tmp_path: Path) -> None:
     save_file({"d2t": vocabulary.target_ids, "t2d": vocabulary.t2d}, path, metadata={"coverage": "1.0"})
     with pytest.raises(InputError, match="do not name the same tokens"):
         Vocabulary.load(path)
+
+
+def write_parent(folder: Path, **tensors: np.ndarray) -> str:
+    """An exported draft as far as its vocabulary goes."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"fc.weight": np.zeros((1, 1), np.float32), **tensors}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_parents_vocabulary_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Red when draft.vocabulary=parent chooses tokens by tonight's counts, or reports the coverage of other data; a
+    parent without d2t has the whole vocabulary."""
+    init = write_parent(tmp_path / "parent", d2t=np.array([1, 4, 4], dtype=np.int32))
+    vocabulary = parent_vocabulary(init, COUNTS)
+    assert vocabulary.target_ids.tolist() == [1, 5, 6]
+    assert vocabulary.t2d.tolist() == [False, True, False, False, False, True, True, False]
+    assert vocabulary.coverage == pytest.approx(11 / 25)
+    whole = parent_vocabulary(write_parent(tmp_path / "whole"), COUNTS)
+    assert whole.target_ids.tolist() == list(range(8))
+    assert whole.coverage == 1.0
+
+
+def test_a_parent_of_another_target_is_refused(tmp_path: Path) -> None:
+    """Red when draft tokens outside the target's vocabulary, or twice the same, are trained."""
+    for name, d2t in (("outside", [0, 7]), ("negative", [-1, 0]), ("twice", [1, 0])):
+        init = write_parent(tmp_path / name, d2t=np.array(d2t, dtype=np.int64))
+        with pytest.raises(InputError, match=r"draft\.vocabulary=data"):
+            parent_vocabulary(init, COUNTS)

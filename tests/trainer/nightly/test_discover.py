@@ -188,8 +188,8 @@ def test_a_new_revision_of_the_target_makes_everything_new(make_config: MakeConf
 
 
 def test_a_night_that_was_killed_goes_on_from_the_same_data(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Red when a rerun plans another night, or lets in what came meanwhile; or goes on although the champion, the target
-    or a setting that decides the result is another one."""
+    """Red when a rerun plans another night, or lets in what came meanwhile; or goes on although champion, target or a
+    setting that decides the result is another one."""
     config = make_config()
     write_lines(tmp_path / "logs/a.jsonl", (line(number) for number in range(100)))
     with Home.open(config.nightly.home).hold() as home:

@@ -77,24 +77,42 @@ def end(config: NightlyConfig, home: Home, plan: Plan) -> Verdict:
     return verdict
 
 
-def test_nights_promote_keep_and_turn_down(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Red when the gate's word is not what happens to the pointer, or the report says something else."""
-    config = make_config()
-    with Home.open(config.nightly.home).hold() as home:
-        for number, forwards, outcome in ((1, 8.0, "promoted"), (2, 9.9, "promoted"), (3, 10.0, "not_promoted")):
+@pytest.fixture(params=["disk", "s3"])
+def anywhere(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> NightlyConfig:
+    """A config whose home lies on a disk, or on S3."""
+    if request.param == "disk":
+        return make_config()
+    url: str = request.getfixturevalue("s3").new_url()
+    config = make_config(nightly={"home": url, "keep_nights": 1})
+    return config.model_copy(update={"scratch_dir": str(tmp_path / "scratch")})
+
+
+def test_nights_promote_keep_and_turn_down(anywhere: NightlyConfig, tmp_path: Path) -> None:
+    """Red when the gate's word is not what happens to the pointer, the report says something else, or a home on S3
+    works otherwise than one on a disk."""
+    config = anywhere
+    with Home.open(config.nightly.home, config.scratch_dir).hold() as home:
+        for number, forwards, outcome in (
+            (1, 8.0, "promoted"), (2, 9.9, "promoted"), (3, 10.0, "not_promoted"), (4, 11.0, "not_promoted")
+        ):  # fmt: skip
             plan = begin(config, home, number)
             train(config, home, plan, forwards=forwards)
             verdict = end(config, home, plan)
             assert verdict.outcome == outcome
             assert home.verdict(number) == verdict
-            report = Path(home.night(number).path, "report.md").read_text()
+            report = (home.night(number).read_bytes("report.md") or b"").decode()
             assert ("**Promoted**" in report) == (outcome == "promoted")
             assert verdict.reasons[0] in report
             assert "prompt 6" not in report
         history = home.champion.history()
         assert [entry.night for entry in history.entries] == [1, 2]
         assert history.champion == 2
+        started_from = RunDir.create(training_config(config, plan, home)).config().draft.init
+        assert started_from is not None
+        assert parent_digest(started_from) == history.entry(2).digest
         assert discover(config, home).plan is None
+        has_text = {number: home.night(number).exists("train.jsonl") for number in home.numbers()}
+        assert has_text == {1: True, 2: True, 3: config.nightly.keep_nights > 1, 4: True}
 
 
 def test_a_night_killed_before_any_of_its_writes_promotes_once(
@@ -231,6 +249,22 @@ def test_old_nights_lose_their_text_but_not_what_they_know(make_config: MakeConf
         assert sorted(home.night(2).names()) == ["plan.json", "report.md", "seen.npy", "trained.npy", "verdict.json"]
         found = discover(config, home)
         assert found.message == "nothing new: all 360 conversations were there before"
+
+
+def test_another_machine_ends_a_night_that_was_judged(s3: Any, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Red when the end of a night needs a file that only the machine has which trained."""
+    config = make_config(nightly={"home": s3.new_url()})
+    here, there = (config.model_copy(update={"scratch_dir": str(tmp_path / name)}) for name in ("here", "there"))
+    with Home.open(here.nightly.home, here.scratch_dir).hold() as home:
+        plan = begin(here, home, 1)
+        train(here, home, plan, forwards=8.0)
+        RunDir.create(training_config(here, plan, home)).write_receipt("judge", {})
+    shutil.rmtree(tmp_path / "here")
+    with Home.open(there.nightly.home, there.scratch_dir).hold() as home:
+        assert discover(there, home).plan == plan
+        assert end(there, home, plan).outcome == "promoted"
+        entry = home.champion.history().entry(1)
+        assert parent_digest(str(home.champion.local_folder(entry, home.scratch))) == entry.digest
 
 
 def test_a_judgement_of_something_else_is_refused(make_config: MakeConfig) -> None:
