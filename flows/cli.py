@@ -137,9 +137,7 @@ def ui(
 def deploy(
     pool_type: Annotated[
         Literal["process", "kubernetes"],
-        typer.Option(
-            "--pool-type", help="Workers run runs themselves, or as Kubernetes Jobs."
-        ),
+        typer.Option("--pool-type", help="Workers run runs themselves, or as Kubernetes Jobs."),
     ] = "process",
     pool_limit: Annotated[
         int | None, typer.Option("--pool-limit", min=1, help="Runs at once in the pool; a new pool gets 1.")

@@ -67,7 +67,7 @@ def nightly_recipe(recipe: str, home: str, set: list[str] | None = None) -> dict
 
 
 def version() -> dict[str, str]:
-    """Step of prefect.yaml: `version`, of git where this is a checkout; else an image's EYAS_VERSION, or the package's."""
+    """Step of prefect.yaml: `version`, an image's EYAS_VERSION, else git's in a checkout, or the package's."""
     if os.environ.get("EYAS_VERSION"):
         return {"version": os.environ["EYAS_VERSION"]}
     git = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--tags"]

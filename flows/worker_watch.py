@@ -7,15 +7,12 @@ does: the trainer saves a checkpoint and ends. The run's state is then for the h
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
 
 from prefect import runtime
-
-logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
 _watching = threading.Event()
@@ -33,6 +30,10 @@ def end_with_worker() -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
-    logger.error("the worker that started this run is gone; stopping, so that the GPU is free")
+    # What this process prints went to the worker. Whoever prints into its broken pipe next is ended in the middle of
+    # things (rich raises SystemExit), so there is no word of farewell before this.
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
     # Prefect's own handler raises in the main thread, where the task then stops the trainer and waits for it.
     os.kill(os.getpid(), signal.SIGTERM)

@@ -99,14 +99,20 @@ def _event(line: str) -> dict[str, Any] | None:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End the stage's whole process group; it may save first."""
-    if process.poll() is None:
+    """End the stage's whole process group; it may save first, and a second SIGTERM to this process waits for that."""
+    if process.poll() is not None:
+        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main_thread else None
+    try:
         os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class _Display:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,11 @@ import torch
 # Before transformers, which imports triton: triton decides at its import whether its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Prefect makes the last folder of PREFECT_HOME at its import, not that folder's parents. `make test` names one in
+# runs/, which a fresh clone lacks.
+if "PREFECT_HOME" in os.environ:
+    Path(os.environ["PREFECT_HOME"]).expanduser().mkdir(parents=True, exist_ok=True)
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -70,6 +75,15 @@ def write_target(
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny target, made once."""
     return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """A real Prefect server with a database of its own; starting it takes 6 to 11 s, so it is started once."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
 
 
 def write_conversations(path: Path, num: int, *, seed: int = 0) -> Path:

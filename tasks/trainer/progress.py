@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -36,6 +37,8 @@ class JsonLines:
 
 
 def emit(event: dict[str, object]) -> None:
-    """One event on stdout."""
-    sys.stdout.write(json.dumps(event) + "\n")
-    sys.stdout.flush()
+    """One event on stdout. When nobody reads it any more, nothing: a stage whose parent was killed is about to be
+    stopped, and must save first, not fail over a word that nobody hears."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()

@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,47 +78,62 @@ def test_a_cancelled_run_saves_a_checkpoint_and_a_rerun_continues(server: Server
     server.wait(again, "CANCELLED", seconds=60)
 
 
-@contextmanager
-def second_worker(server: Server, pool: str, *, limit: int = 1) -> Iterator[subprocess.Popen[bytes]]:
-    """One more worker, of a pool of its own, in a session of its own."""
-    with (server.folder / f"worker-{pool}.log").open("ab") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process",
-             "--limit", str(limit)],
-            env={**server.environment, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
-            cwd=server.folder, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield worker
-    finally:
-        if worker.poll() is None:
-            worker.send_signal(signal.SIGINT)
-            try:
-                worker.wait(30)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+def engines_of(run_dir: Path) -> list[int]:
+    """Process ids of the engines that started the stages of a run."""
+    listed = subprocess.run(
+        ["ps", "-o", "ppid=", "-p", ",".join(map(str, trainers(run_dir)))], capture_output=True, text=True, check=True
+    )
+    return sorted({int(line) for line in listed.stdout.split()})
 
 
-def test_a_killed_worker_leaves_no_trainer_and_its_run_is_crashed(server: Server) -> None:
-    """Red when the trainer outlives its worker by 60 s, the automation does not mark the run as crashed, or the place
-    in the pool stays taken."""
-    local = json.loads((server.folder / "worker.json").read_text())["pid"]
-    run = server.start("online", train={**LONG, "seed": 2})
-    run_dir = started(server, run)
-    os.kill(local, signal.SIGKILL)
-    wait_for(lambda: not trainers(run_dir), 60, "the trainer gone")
-    assert checkpoint_of(run_dir) > 20
-    server.wait(run, "CRASHED", seconds=200)
-    assert "heartbeat" in server.state(run)["message"]
-    # `eyas ui` again starts what is missing; the place is free, for the next run starts.
+def worker_of(server: Server) -> int:
+    """Process id of the worker that `eyas ui` started."""
+    return int(json.loads((server.folder / "worker.json").read_text())["pid"])
+
+
+def start_what_is_missing(server: Server) -> None:
+    """`eyas ui` again."""
     port = server.url.rpartition(":")[2]
-    prefect_file = server.folder / "prefect.yaml"
-    eyas("ui", "--port", port, "--folder", str(server.folder), "--prefect-file", str(prefect_file),
-         cwd=server.folder, environment=server.environment)  # fmt: skip
-    again = server.start("online", train={**LONG, "seed": 2})
-    server.wait(again, "RUNNING", seconds=60)
+    options = ("--port", port, "--folder", str(server.folder), "--prefect-file", str(server.folder / "prefect.yaml"))
+    eyas("ui", *options, cwd=server.folder, environment=server.environment)
+
+
+def rerun_continues(server: Server, run_dir: Path, seed: int) -> None:
+    """The same run again gets the pool's one place, and goes on from the checkpoint."""
     saved = checkpoint_of(run_dir)
+    assert saved > 20
+    again = server.start("online", train={**LONG, "seed": seed})
+    server.wait(again, "RUNNING", seconds=60)
     wait_for(lambda: steps_of(run_dir) > saved, 120, "the rerun to go on")
     server.call(f"/flow_runs/{again}/set_state", {"state": {"type": "CANCELLING"}})
     server.wait(again, "CANCELLED", seconds=60)
+
+
+def test_a_killed_worker_leaves_no_trainer(server: Server) -> None:
+    """Red when the trainer outlives its worker by 60 s or saves nothing, the run stays Running, or the place in the
+    pool stays taken."""
+    run = server.start("online", train={**LONG, "seed": 2})
+    run_dir = started(server, run)
+    os.kill(worker_of(server), signal.SIGKILL)
+    wait_for(lambda: not trainers(run_dir), 60, "the trainer gone")
+    server.wait(run, "CRASHED", seconds=60)
+    start_what_is_missing(server)
+    rerun_continues(server, run_dir, 2)
+
+
+def test_a_lost_machine_is_noticed_by_its_heartbeats(server: Server) -> None:
+    """Red when a run whose worker and engine died without a word is not marked as crashed by the automation, or its
+    trainer lives on."""
+    run = server.start("online", train={**LONG, "seed": 3})
+    run_dir = started(server, run)
+    engines = engines_of(run_dir)
+    assert engines
+    time.sleep(5)  # the first heartbeat must have reached the server: the automation waits for the next
+    for process in (worker_of(server), *engines):
+        os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not trainers(run_dir), 60, "the trainer gone")
+    assert server.state(run)["type"] == "RUNNING"
+    server.wait(run, "CRASHED", seconds=180)
+    assert "heartbeat" in server.state(run)["message"]
+    start_what_is_missing(server)
+    rerun_continues(server, run_dir, 3)
