@@ -73,7 +73,13 @@ def count_ranks(stage: str, config: RunConfig, device: str) -> int:
 
 
 def check_ranks(settings: Train, num_ranks: int) -> None:
-    """num_ranks: of all machines. Raises InputError when one would have nothing to do."""
+    """num_ranks: of all machines. Raises InputError when one would have nothing to do, or they cannot share packs as
+    they should."""
+    if num_ranks % settings.context_parallel:
+        raise InputError(
+            f"train.context_parallel={settings.context_parallel} takes as many ranks, or a multiple, and this run has "
+            f"{num_ranks}: set train.nproc={settings.context_parallel}, on as many GPUs"
+        )
     num_groups = num_ranks // settings.context_parallel
     if settings.grad_accumulation < num_groups:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +21,7 @@ from tasks.trainer.draft.ttt import Computation, unroll
 from tasks.trainer.target import TargetStates, TopTokens
 from tasks.trainer.train.batches import Batch, assemble
 from tests.trainer.drafts import DRAFT_VOCAB, HIDDEN, TARGET_VOCAB, random_draft
+from tests.trainer.ranks import run_as_ranks
 
 K = 4
 
@@ -113,32 +114,17 @@ def make_batch(mask: Tensor, lengths: Sequence[int], case: Case, sharing: Sharin
 
 def run_ranks(cases: dict[str, Case], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Tensor]]]:
     """What each rank finds, by case. The ranks are processes that run all cases."""
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload([__name__])
-    ranks = [
-        context.Process(target=_rank, args=(rank, num_ranks, cases, folder), daemon=True) for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-    assert [process.exitcode for process in ranks] == [0] * num_ranks, "see what the ranks said"
+    run_as_ranks(_rank, cases, folder, num_ranks=num_ranks)
     found = [torch.load(folder / f"rank-{rank}", weights_only=True) for rank in range(num_ranks)]
     return {name: [of_rank[name] for of_rank in found] for name in cases}
 
 
-def _rank(rank: int, num_ranks: int, cases: dict[str, Case], folder: Path) -> None:
-    torch.set_num_threads(1)
+def _rank(cases: dict[str, Case], folder: Path) -> None:
     on_gpu = any(case.device == "cuda" for case in cases.values())
     if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=60),
-    )
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sharing = Sharing(rank, num_ranks, K)
     found = {name: run_case(case, sharing, dist.group.WORLD) for name, case in cases.items()}
     torch.save(found, folder / f"rank-{rank}")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from tasks.trainer.train.curves import read_heldout, read_metrics
 from tasks.trainer.train.parallel import joined
 from tasks.trainer.train.sources import OnlineSource, StoreSource
 from tasks.trainer.train.stage import train_draft
+from tests.trainer.ranks import run_as_ranks
 from tests.trainer.train.test_sources import DOCUMENTS, ENCODINGS, PACKS, fill, spec_of
 
 Values = Callable[..., dict[str, Any]]
@@ -98,29 +96,12 @@ def test_a_rank_fetches_the_chunks_of_its_rows(target: Target, tmp_path: Path, m
     assert 45 <= sum(asked) <= 45 + 8 + 2 * (K + 1), "half of 90 tokens, and what lies past the ends"
 
 
-def _rank(rank: int, port: int, values: list[dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+def train_all(values: list[dict[str, Any]]) -> None:
+    """A rank's part of prepared runs."""
     with joined(device="cpu", context_size=2, patience_s=60) as layout:
         for of_run in values:
             config = load_config(of_run)
             train_draft(config, RunDir.create(config), silent, layout=layout)
-
-
-def run_two_ranks(values: list[dict[str, Any]]) -> None:
-    """Train prepared runs on two ranks that share packs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(rank, port, values), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=180)
-    assert [process.exitcode for process in ranks] == [0, 0], "see what the ranks said"
 
 
 def prepared_run(values: dict[str, Any]) -> RunDir:
@@ -149,7 +130,7 @@ def test_a_run_of_two_ranks_that_share_packs_is_the_run_of_one(recipe_values: Va
             more = {**train, **two, "sharding": sharding}
             shared.append(recipe_values(f"{mode}-{sharding}", train=more, hidden_states=states))
             prepared_run(shared[-1])
-    run_two_ranks(shared)
+    run_as_ranks(train_all, shared)
     for mode, sharding in itertools.product(modes, ("ddp", "fsdp")):
         assert_same(*(RunDir.open(str(tmp_path / f"{mode}-{name}")) for name in (sharding, "one")))
 
