@@ -7,9 +7,11 @@ at a time, unbatched: slower than a server, but nothing is padded and nothing ap
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +47,8 @@ class AcceptanceReport:
     num_equal_to_generate: answers identical to transformers.generate's, informative below float32.
     num_tokens: emitted by rounds; num_tokens_counted: of them before the first repeated 8-gram; loop_share: the rest's.
     speculative_seconds, plain_seconds: wall clock of all answers, with and without the draft.
+    domains: of each domain name, prompts, tau, tau_interval (None for one prompt), tau_ngram, acceptance; the most
+    prompts first. Empty unless prompts are of two at least.
     """
 
     tau: float
@@ -71,6 +75,7 @@ class AcceptanceReport:
     loop_share: float
     speculative_seconds: float
     plain_seconds: float
+    domains: list[dict[str, Any]]
 
 
 def evaluate_acceptance(
@@ -84,17 +89,19 @@ def evaluate_acceptance(
     tie_margin: float,
     bootstrap_samples: int = 2000,
     seed: int = 0,
+    domains: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> AcceptanceReport:
     """Decode every prompt (token ids [P], the generation prompt included) and count.
 
-    progress(done, total) is called after each prompt. Raises InputError for an empty prompt, one that does not fit
-    the target's positions, or when fewer than two answers have a token to count.
+    domains: the name of each prompt's, None for none. progress(done, total) is called after each prompt. Raises
+    InputError for an empty prompt, one that does not fit the target's positions, or when fewer than two answers have a
+    token to count.
     """
     _check_prompts(target, prompts, max_new_tokens)
     limits = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens}
     counts: dict[str, list[PromptCounts]] = {"draft": [], "ngram": [], "untrained": []}
-    checks = []
+    checks, counted_domains = [], []
     num_tokens, seconds = 0, 0.0
     for done, token_ids in enumerate(prompts, start=1):
         prompt = torch.from_numpy(token_ids.astype(np.int64))
@@ -112,6 +119,7 @@ def evaluate_acceptance(
                 "ngram": replay(decoded, NgramLookup(prompt[:1].tolist()), **limits),
                 "untrained": replay(decoded, Drafter(untrained), **limits),
             }
+            counted_domains.append("" if domains is None else domains[done - 1])
             for name, taken in rounds.items():
                 counts[name].append(count_rounds(taken, cut=cut, num_draft_tokens=num_draft_tokens))
         if progress is not None:
@@ -146,8 +154,32 @@ def evaluate_acceptance(
         loop_share=1 - counted / num_tokens,
         speculative_seconds=seconds,
         plain_seconds=sum(check.generate_seconds for check in checks),
+        domains=_by_domain(counts, counted_domains, samples=bootstrap_samples, seed=seed),
         **limits,
     )
+
+
+def _by_domain(
+    counts: dict[str, list[PromptCounts]], domains: Sequence[str], *, samples: int, seed: int
+) -> list[dict[str, Any]]:
+    found = []
+    names = Counter(domains)
+    for name, number in names.most_common() if len(names) > 1 else ():
+        draft, ngram = (
+            [count for count, domain in zip(counts[proposer], domains, strict=True) if domain == name]
+            for proposer in ("draft", "ngram")
+        )
+        found.append(
+            {
+                "name": name,
+                "prompts": number,
+                "tau": tau(draft),
+                "tau_interval": bootstrap_tau(draft, samples=samples, seed=seed) if number > 1 else None,
+                "tau_ngram": tau(ngram),
+                "acceptance": acceptance_per_depth(draft),
+            }
+        )
+    return found
 
 
 def _check_prompts(target: Target, prompts: Sequence[npt.NDArray[np.int32]], max_new_tokens: int) -> None:

@@ -71,6 +71,7 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         tie_margin=settings.tie_margin,
         bootstrap_samples=settings.bootstrap_samples,
         seed=settings.seed,
+        domains=prepared.get("heldout_domains", [])[: settings.num_prompts] or None,
         progress=progress,
     )
     evaluation = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tasks.trainer.train.profiling import check_profiling
 from tasks.trainer.train.tracking import check_trackers
 
 logger = logging.getLogger(__name__)
+
+_MOST_DOMAINS = 12
 
 
 def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str, Any]:
@@ -55,22 +58,25 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
     if settings.regenerate:
         training, heldout = _answers(config, run, text, device, (training, heldout), arguments, refusals, progress)
     renderer = ChatRenderer(text.tokenizer, text.eos_token_ids, template_arguments=arguments)
-    prepared = {}
+    prepared, domains = {}, {}
     for name, folder, conversations in (
         ("train", run.train_data, training),
         ("heldout", run.heldout_data, heldout),
     ):
         own = Refusals()
-        samples = make_samples(
-            conversations,
-            renderer,
-            max_tokens=settings.max_tokens,
-            on_long=settings.on_long,
-            # Held-out samples keep their length: what packs do to training must not change what is measured.
-            pack_tokens=config.train.pack_tokens if name == "train" else None,
-            long_documents=settings.long_documents,
-            refusals=own,
+        samples = list(
+            make_samples(
+                conversations,
+                renderer,
+                max_tokens=settings.max_tokens,
+                on_long=settings.on_long,
+                # Held-out samples keep their length: what packs do to training must not change what is measured.
+                pack_tokens=config.train.pack_tokens if name == "train" else None,
+                long_documents=settings.long_documents,
+                refusals=own,
+            )
         )
+        domains[name] = group_domains([sample.domain for sample in samples])
         prepared[name] = PreparedData.write(folder, samples, own)
         refusals.merge(own)
     target_vocab_size = int(text.config.vocab_size)
@@ -96,11 +102,19 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         "vocabulary_size": len(vocabulary),
         "coverage": vocabulary.coverage,
         "regenerated": len(training) + len(heldout) if settings.regenerate else 0,
+        "domains": dict(Counter(domains["train"]).most_common()),
+        "heldout_domains": domains["heldout"],
         **{
             name: {"samples": len(data), "tokens": data.num_tokens, "supervised": data.num_supervised}
             for name, data in prepared.items()
         },
     }
+
+
+def group_domains(domains: Sequence[str]) -> list[str]:
+    """The same, one a sample, the rarest as "other" where there are many: a label of each line is no domain."""
+    kept = {name for name, _ in Counter(domains).most_common(_MOST_DOMAINS)}
+    return [name if name in kept else "other" for name in domains]
 
 
 def _first_packs(config: RunConfig, data: PreparedData) -> dict[str, Any]:

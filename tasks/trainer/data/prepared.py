@@ -37,11 +37,13 @@ _ARRAYS = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSample:
-    """sample_id 32 hex characters; token_ids int32 [T]; loss_mask bool [T]."""
+    """sample_id 32 hex characters; token_ids int32 [T]; loss_mask bool [T]. domain: of a sample just made (read.py);
+    prepared data do not keep it."""
 
     sample_id: str
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
+    domain: str = ""
 
 
 def sample_id(token_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_]) -> str:
@@ -142,7 +144,7 @@ def make_samples(
             refusals.add(cut, conversation.where)
             refusals.supervised_cut += supervised - int(loss_mask.sum())
         seen.add(identity)
-        yield PreparedSample(identity, token_ids, loss_mask)
+        yield PreparedSample(identity, token_ids, loss_mask, conversation.domain)
 
 
 class PreparedData(Sequence[PreparedSample]):

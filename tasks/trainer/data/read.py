@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import fsspec
@@ -24,6 +24,11 @@ from tasks.trainer.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
+
+
+# What a line may say of where it is from, the first one counting; and how long a label is at most.
+_LABELS = ("domain", "source")
+_LONGEST_LABEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,22 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one line of a file; `line` counts from 1."""
+    """The messages of one line of a file; `line` counts from 1. `label`: what the line says of its `domain` or
+    `source`, None when it says nothing."""
 
     source: str
     line: int
     messages: tuple[Message, ...]
+    label: str | None = None
 
     @property
     def where(self) -> str:
         return f"{self.source}, line {self.line}"
+
+    @property
+    def domain(self) -> str:
+        """What figures are grouped by: the label, else the file's name."""
+        return self.label or self.source.rstrip("/").rsplit("/", 1)[-1]
 
 
 @dataclass(slots=True)
@@ -94,7 +106,7 @@ def read_conversations(
     """Read JSON Lines files, in the order given; gzip and the like are recognised by the suffix.
 
     A line holds `messages` (`role`, `content`, optional `finish_reason`) or, ShareGPT's form, `conversations` (`from`:
-    human, gpt, system; `value`). Blank lines are ignored; other keys too.
+    human, gpt, system; `value`), and may name its `domain` or `source`. Blank lines are ignored; other keys too.
 
     Returns the conversations and the refusals (empty unless `on_error` is "skip").
 
@@ -128,13 +140,13 @@ def stream_conversations(
         for line, raw in _lines(url):
             any_line = True
             try:
-                messages = _parse(raw)
+                messages, label = _parse(raw)
             except _BadLineError as bad:
                 if on_error == "stop":
                     raise InputError(f"{url}, line {line}: {bad.what}") from None
                 refusals.add(bad.reason, f"{url}, line {line}")
                 continue
-            yield Conversation(url, line, messages), raw
+            yield Conversation(url, line, messages, label), raw
         if not any_line and not empty_files:
             raise InputError(f"{url} is empty: expected one JSON conversation a line")
 
@@ -169,7 +181,7 @@ def _lines(url: str) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{url} cannot be opened: {' '.join(str(exc).split())}") from None
 
 
-def _parse(raw: bytes) -> tuple[Message, ...]:
+def _parse(raw: bytes) -> tuple[tuple[Message, ...], str | None]:
     try:
         text = raw.decode("utf-8")
         value = json.loads(text)
@@ -185,11 +197,21 @@ def _parse(raw: bytes) -> tuple[Message, ...]:
         raise _BadLineError("invalid_json", f"invalid JSON{at}: each line must be one JSON object") from None
     if not isinstance(value, dict):
         raise _BadLineError("wrong_structure", f"a JSON {type(value).__name__}, expected an object with `messages`")
+    label = _label(value)
     if "messages" in value:
-        return _messages(value["messages"], "messages", "role", "content", {role: role for role in ROLES})
+        return _messages(value["messages"], "messages", "role", "content", {role: role for role in ROLES}), label
     if "conversations" in value:
-        return _messages(value["conversations"], "conversations", "from", "value", _SHAREGPT_ROLES)
+        return _messages(value["conversations"], "conversations", "from", "value", _SHAREGPT_ROLES), label
     raise _BadLineError("no_messages", "no `messages` (role, content) and no `conversations` (from, value)")
+
+
+def _label(value: dict[str, Any]) -> str | None:
+    """The line's domain, as a few plain words: it is shown in reports. Longer text is no label, and may be anything."""
+    for key in _LABELS:
+        label = value.get(key)
+        if isinstance(label, str) and 0 < len(label) <= _LONGEST_LABEL and label.isprintable():
+            return label.replace("|", "/").strip() or None
+    return None
 
 
 def _truncated() -> _BadLineError:

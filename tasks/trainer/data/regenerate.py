@@ -20,7 +20,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,11 +145,7 @@ def regenerate(
                 refusals.add(dialogue.refused, places[dialogue.id].where)
         done += len(batch)
         progress(done, len(dialogues), tokens)
-    return [
-        Conversation(place.source, place.line, answered[identity])
-        for identity, place in places.items()
-        if identity in answered
-    ]
+    return [replace(place, messages=answered[identity]) for identity, place in places.items() if identity in answered]
 
 
 def _start(conversation: Conversation) -> _Dialogue:
