@@ -27,7 +27,8 @@ from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import target_rows
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
-from tasks.trainer.target import Document, Target, TargetStates
+from tasks.trainer.target import Capturing, Document, Target, TargetStates
+from tasks.trainer.target_shared import load_shared
 from tasks.trainer.train.parallel import START_PATIENCE, Layout, first_on_machine, sum_on_host
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def capture_missing(
     """Capture every sample that the store does not hold yet: the training data, and the held-out samples that training
     looks at. Returns the receipt.
 
-    layout: of several ranks, which share the work as several runs do: by claims, each with a target of its own.
+    layout: of several ranks, which share the work as several runs do: by claims, each with a target of its own. Where
+    they share one target, the first captures and the others help.
 
     Raises StoreError when samples are missing and `hidden_states.on_missing` is `refuse`, or the store's spec differs,
     or it cannot be written; InputError when the target gives NaN or Inf.
@@ -92,11 +94,19 @@ def capture_missing(
             wanted = [sample for sample in data if sample.sample_id not in committed]
             # All ranks ask for the same number of targets: one that opened the store late may find nothing wanting.
             if int(sum_on_host(layout, torch.tensor([len(wanted)]), "the missing samples", patience=START_PATIENCE)):
-                with first_on_machine(layout):
-                    target = Target.of(
-                        config.target, device=prepared["device"], deterministic=config.train.deterministic
-                    )
-                captured = _capture(target, writer, wanted, states.store_url, progress)
+                if config.target.parallel == "tensor" and layout.world_size > 1:
+                    shared = load_shared(config.target, layout, told_by=(0,), patience=START_PATIENCE)
+                    if layout.is_first:
+                        captured = _capture(shared, writer, wanted, states.store_url, progress)
+                        shared.end()
+                    else:
+                        shared.follow(top_k=spec.encoding.top_k)
+                else:
+                    with first_on_machine(layout):
+                        target = Target.of(
+                            config.target, device=prepared["device"], deterministic=config.train.deterministic
+                        )
+                    captured = _capture(target, writer, wanted, states.store_url, progress)
     figures = torch.tensor([len(captured), sum(captured)])
     num_samples, num_tokens = sum_on_host(layout, figures, "the end of capture").tolist()
     return {
@@ -124,7 +134,7 @@ def store_figures(url: str, spec: StoreSpec) -> dict[str, Any]:
 
 
 def _capture(
-    target: Target, writer: StoreWriter, wanted: Sequence[PreparedSample], url: str, progress: Progress
+    target: Capturing, writer: StoreWriter, wanted: Sequence[PreparedSample], url: str, progress: Progress
 ) -> list[int]:
     """Capture what no other writer does, then wait for the others' part. Returns the tokens of each sample captured."""
     started, before = time.monotonic(), writer.stored_bytes
@@ -166,7 +176,7 @@ def _committed(url: str, spec: StoreSpec) -> frozenset[str]:
 
 
 def capture_samples(
-    target: Target, samples: Sequence[PreparedSample], *, top_k: int | None = None
+    target: Capturing, samples: Sequence[PreparedSample], *, top_k: int | None = None
 ) -> list[TargetStates]:
     """The target's states of prepared samples, in one forward if the target packs. Raises InputError as
     Target.capture."""

@@ -69,6 +69,12 @@ class Target(_Group):
         "train.deterministic; it hides the launches of short documents, and a third of the bfloat16 values differ in "
         "their last bit from those of a document alone.",
     )
+    parallel: Literal["replica", "tensor"] = Field(
+        "replica",
+        title="Over several GPUs",
+        description="replica: each rank has the target. tensor: the ranks of capture and training share one, by "
+        "transformers' tensor parallelism, for targets that do not fit on each GPU; the other stages need it on one.",
+    )
 
 
 class Data(_Group):
@@ -243,6 +249,12 @@ class RunConfig(_Group):
             raise ValueError(
                 "data.heldout_fraction=0 without data.heldout_source leaves nothing to evaluate on; set one of them"
             )
+        if self.target.parallel == "tensor" and isinstance(self.hidden_states, Online) and self.hidden_states.store_url:
+            raise ValueError(
+                "target.parallel=tensor: each rank would ask the target for other samples that the store lacks, and a "
+                "forward is all ranks'; use hidden_states.mode=offline, which fills the store first, or leave "
+                "store_url out"
+            )
         if self.train.context_parallel > 1 and isinstance(self.hidden_states, Online) and self.hidden_states.store_url:
             raise ValueError(
                 f"train.context_parallel={self.train.context_parallel}: ranks that share a pack would each write it to "
@@ -264,6 +276,7 @@ class RunConfig(_Group):
 
 # These keys do not change what is trained: a run may be continued with other values.
 _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
+    "target": frozenset({"parallel"}),
     "data": frozenset({"regenerate_dir"}),
     "train": frozenset(
         {

@@ -16,10 +16,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
@@ -79,6 +80,16 @@ class Document:
     """For errors."""
 
 
+class Capturing(Protocol):
+    """What captures states: a Target, or one that is spread over ranks (target_shared.py)."""
+
+    packs: bool
+
+    def capture(self, documents: Sequence[Document], *, top_k: int | None = None) -> list[TargetStates]:
+        """See Target.capture."""
+        ...
+
+
 class Target:
     """A decoder-only model of transformers, frozen, in eval mode.
 
@@ -119,7 +130,8 @@ class Target:
             else check_aux_layer_ids(aux_layer_ids, self.num_layers)
         )
         self.embedding: Tensor = model.get_input_embeddings().weight
-        self.head: Tensor = model.get_output_embeddings().weight
+        # Of a target that is spread over ranks (target_shared.py) the embedding stays so; the head is read here.
+        self.head: Tensor = whole_tensor(model.get_output_embeddings().weight)
         # The head's rows: some checkpoints pad them past the tokenizer's ids.
         self.vocab_size = int(self.head.shape[0])
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -154,18 +166,25 @@ class Target:
         revision: str | None = None,
         device: str = "cpu",
         pack_documents: bool = False,
+        over_ranks: int = 1,
     ) -> Target:
         """Load a target: folder, .gguf, package:// file or hub id (see target_files.resolve).
 
         dtype: the weights' type (`auto`: see pick_dtype). compute_dtype: `auto` is the same; `float32` computes with
-        the same, already rounded, weights in float32. Raises InputError for anything that is wrong with the model.
+        the same, already rounded, weights in float32. over_ranks: spread the weights over so many ranks, which are all
+        and load it together. Raises InputError for anything that is wrong with the model.
         """
         files = resolve(model, revision=revision)
         torch_dtype = files_dtype(files, dtype, device)
         folder = unpacked(files, str(torch_dtype).removeprefix("torch."))
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch_dtype, use_safetensors=True, device_map=None, attn_implementation="sdpa"
-        )
+        arguments: dict[str, Any] = {"dtype": torch_dtype, "use_safetensors": True, "attn_implementation": "sdpa"}
+        if over_ranks == 1:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=None, **arguments)
+        else:
+            from tasks.trainer.target_shared import own_gpu_is_first, parallel_arguments
+
+            with own_gpu_is_first():
+                loaded = AutoModelForCausalLM.from_pretrained(folder, **arguments, **parallel_arguments(over_ranks))
         if compute_dtype != "auto":
             loaded = loaded.to(getattr(torch, compute_dtype))
         text = load_text(
@@ -188,7 +207,13 @@ class Target:
 
     @classmethod
     def of(
-        cls, chosen: TargetChoice, *, device: str, compute_dtype: str = "auto", deterministic: bool = False
+        cls,
+        chosen: TargetChoice,
+        *,
+        device: str,
+        compute_dtype: str = "auto",
+        deterministic: bool = False,
+        over_ranks: int = 1,
     ) -> Target:
         """`load` as a run's config says. deterministic: pack_documents "auto" is never."""
         packs = chosen.pack_documents == "always" or (
@@ -202,7 +227,8 @@ class Target:
             chat_template=chosen.chat_template,
             revision=chosen.revision,
             device=device,
-            pack_documents=packs,
+            pack_documents=packs and over_ranks == 1,
+            over_ranks=over_ranks,
         )
 
     def capture(self, documents: Sequence[Document], *, top_k: int | None = None) -> list[TargetStates]:
@@ -299,6 +325,11 @@ def head_statistics(
             log_probabilities.append(values - lse[-1][:, None])
     top = None if top_k is None else TopTokens(torch.cat(ids), torch.cat(log_probabilities))
     return torch.cat(argmax), torch.cat(lse), top
+
+
+def whole_tensor(weight: Tensor) -> Tensor:
+    """A weight that may be spread over the ranks, whole on each."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

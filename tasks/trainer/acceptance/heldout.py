@@ -35,14 +35,18 @@ def heldout_metrics(
     layout = layout or Layout()
     sums = Sums(ttt_steps)
     draft_ids = draft.draft_ids()
-    own = packs[layout.data_rank :: layout.data_size]
-    rounds = -(-len(packs) // layout.data_size)
+    own = list(packs[layout.data_rank :: layout.data_size])
+    rounds, num_own = -(-len(packs) // layout.data_size), len(own)
+    if source.together:
+        own += [()] * (rounds - num_own)
     batches = source.batches(own)
     for done in range(1, rounds + 1):
         meet(layout, f"round {done} of held-out packs")
         if done > len(own):
             continue
         batch = next(batches)
+        if done > num_own:
+            continue
         # Weight 1: the sums of row losses are wanted, not a training loss.
         unrolled = unroll(
             draft,

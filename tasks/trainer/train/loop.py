@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
@@ -146,7 +146,8 @@ def train(
                     break
                 # Up to the next look at held-out samples: the source reads ahead, and not past this.
                 last_step = held_out.next_due(step) if held_out else settings.steps
-                coming = _own_packs(order, position, data, settings, layout, num_steps=last_step - step)
+                num_steps, together = last_step - step, source.together
+                coming = _own_packs(order, position, data, settings, layout, num_steps=num_steps, together=together)
                 with closing(source.batches(coming)) as batches:
                     while step < last_step:
                         step_started = time.monotonic()
@@ -166,7 +167,8 @@ def train(
                         traffic = dataclasses.replace(source.traffic)
                         waited = 0.0
                         begin_step(draft)
-                        for last in rounds_of(dealt, layout, step=step + 1):
+                        idle = functools.partial(next, batches) if source.together else None
+                        for last in rounds_of(dealt, layout, step=step + 1, idle=idle):
                             asked = time.monotonic()
                             batch = next(batches)
                             waited += time.monotonic() - asked
@@ -283,17 +285,21 @@ def agree(layout: Layout, rows: Tensor, *, step: int) -> tuple[Tensor, bool]:
     return total[:-1], bool(total[-1])
 
 
-def rounds_of(dealt: Sequence[Sequence[int]], layout: Layout, *, step: int) -> Iterator[bool]:
+def rounds_of(
+    dealt: Sequence[Sequence[int]], layout: Layout, *, step: int, idle: Callable[[], object] | None = None
+) -> Iterator[bool]:
     """This rank's passes of a step: whether each is its last. The ranks meet before every round.
 
     A rank with fewer packs than others sits out the first rounds: its last pass, which may sum gradients with theirs,
-    is in the last one.
+    is in the last one. idle: what it does in the first ones.
     """
     rounds = max(map(len, dealt))
     for left in range(rounds, 0, -1):
         meet(layout, f"pack {rounds - left + 1} of step {step}")
         if left <= len(dealt[layout.data_rank]):
             yield left == 1
+        elif idle is not None:
+            idle()
 
 
 def weights_of_rows(rows: Tensor, decay: float) -> list[float]:
@@ -313,13 +319,25 @@ def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple
 
 
 def _own_packs(
-    order: Packs, position: Position, data: PreparedData, settings: Train, layout: Layout, *, num_steps: int
+    order: Packs,
+    position: Position,
+    data: PreparedData,
+    settings: Train,
+    layout: Layout,
+    *,
+    num_steps: int,
+    together: bool,
 ) -> Iterator[list[PreparedSample]]:
-    """This rank's packs of the coming steps, in the order in which it takes them."""
+    """This rank's packs of the coming steps, in the order in which it takes them. together: empty ones in the rounds
+    that it has none for."""
     packs = order.read_from(position)
     for _ in range(num_steps):
         group, _ = _next_group(packs, settings.grad_accumulation)
-        for number in deal_packs(group, data.lengths, num_ranks=layout.data_size)[layout.data_rank]:
+        dealt = deal_packs(group, data.lengths, num_ranks=layout.data_size)
+        own = dealt[layout.data_rank]
+        if together:
+            yield from ([] for _ in range(max(map(len, dealt)) - len(own)))
+        for number in own:
             yield [data[sample] for sample in group[number]]
 
 

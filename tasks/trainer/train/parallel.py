@@ -223,14 +223,20 @@ def sum_on_host(layout: Layout, values: Tensor, what: str, *, patience: timedelt
 
 def from_first(layout: Layout, value: Any, what: str) -> Any:
     """Rank 0's value on every rank; plain JSON, so that nothing is unpickled. Others give anything."""
+    return from_rank(layout, value, 0, what, patience=START_PATIENCE)
+
+
+def from_rank(layout: Layout, value: Any, rank: int, what: str, *, patience: timedelta | None = None) -> Any:
+    """One rank's value on every rank, as from_first."""
     if layout.host_group is None:
         return value
-    meet(layout, what, patience=START_PATIENCE)
-    text = json.dumps(value).encode() if layout.is_first else b""
+    meet(layout, what, patience=patience)
+    text = json.dumps(value).encode() if layout.rank == rank else b""
     size = torch.tensor([len(text)])
-    dist.broadcast(size, 0, group=layout.host_group)
-    content = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
-    dist.broadcast(content, 0, group=layout.host_group)
+    with _together(what):
+        dist.broadcast(size, rank, group=layout.host_group)
+        content = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
+        dist.broadcast(content, rank, group=layout.host_group)
     return json.loads(content.numpy().tobytes())
 
 

@@ -27,7 +27,8 @@ from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample
 from tasks.trainer.draft.context import ContextShare, Sharing
 from tasks.trainer.errors import InputError
-from tasks.trainer.target import Target, TargetStates
+from tasks.trainer.target import Capturing, Target, TargetStates
+from tasks.trainer.target_shared import SharedTarget
 from tasks.trainer.train.batches import Batch, assemble
 from tasks.trainer.train.staging import Stager, Traffic
 
@@ -45,12 +46,22 @@ def share_of(pack: Pack, sharing: Sharing | None) -> ContextShare | None:
     return sharing.of(mask, [len(sample.token_ids) for sample in pack])
 
 
+_NOTHING = torch.empty(0)
+NO_BATCH = Batch((), (), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+"""Of an empty pack."""
+
+
 class StatesSource(Protocol):
     """The target's states of samples, as batches."""
 
     @property
     def traffic(self) -> Traffic:
         """Counters, from the source's making on."""
+        ...
+
+    @property
+    def together(self) -> bool:
+        """Whether every rank must ask for a batch in each round: for an empty pack where it has none."""
         ...
 
     def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
@@ -61,21 +72,26 @@ class StatesSource(Protocol):
 class OnlineSource:
     """Runs the target on every sample, every time it is asked: no store, one forward a pack if the target packs."""
 
-    def __init__(self, target: Target, *, device: str = "cpu", sharing: Sharing | None = None) -> None:
+    def __init__(self, target: Capturing, *, device: str = "cpu", sharing: Sharing | None = None) -> None:
         """sharing: of ranks that share packs. Each runs the target on the whole of every document of which it has rows:
         the target's forward is not shared, in time or in memory."""
         self._target = target
         self._device = device
         self._sharing = sharing
+        self.together = isinstance(target, SharedTarget)
         self.traffic = Traffic()
 
     def batches(self, packs: Iterable[Pack]) -> Generator[Batch]:
         made = (self._batch(pack) for pack in packs)
         # In a thread on a GPU only: on a CPU the target's and the draft's OpenMP threads would share the cores and wait
         # for each other. The thread uses the step's own stream: nothing runs at once there, but launches are hidden.
-        yield from (ahead(made) if self._device.startswith("cuda") else made)
+        # Nor where the target's forwards are all ranks', and take turns with the draft's collectives.
+        yield from (ahead(made) if self._device.startswith("cuda") and not self.together else made)
 
     def _batch(self, pack: Pack) -> Batch:
+        if not pack:
+            capture_samples(self._target, [])  # the others' documents
+            return NO_BATCH
         share = share_of(pack, self._sharing)
         wanted = list(range(len(pack)))
         if share is not None:
@@ -90,6 +106,8 @@ class OnlineSource:
 
 class StoreSource:
     """Reads captured states from a store: no target, checksums verified on each read."""
+
+    together = False
 
     def __init__(
         self,
@@ -144,6 +162,8 @@ class FillingSource:
     first step. Once the byte budget is used up nothing is written any more, and the rest goes through the target in
     every epoch, encoded and decoded all the same.
     """
+
+    together = False
 
     def __init__(self, target: Target, writer: StoreWriter, *, url: str, device: str = "cpu") -> None:
         """writer: of the store at url, and this source's alone until it is closed."""

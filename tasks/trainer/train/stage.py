@@ -26,6 +26,7 @@ from tasks.trainer.ranks import check_ranks
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
+from tasks.trainer.target_shared import load_shared
 from tasks.trainer.target_text import pick_dtype
 from tasks.trainer.train.batches import Packs
 from tasks.trainer.train.loop import train
@@ -110,6 +111,9 @@ def _states_source(
         cache = states.cache_dir and ShardCache(Path(states.cache_dir), budget=int(states.cache_gb * 1e9))
         with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
             yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9), sharing=sharing)
+        return
+    if config.target.parallel == "tensor" and layout.world_size > 1:
+        yield OnlineSource(load_shared(config.target, layout), device=device, sharing=sharing)
         return
     with first_on_machine(layout):
         target = Target.of(config.target, device=device, deterministic=config.train.deterministic)
