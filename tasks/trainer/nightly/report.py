@@ -31,7 +31,7 @@ def night_markdown(config: NightlyConfig, home: Home, plan: Plan, verdict: Verdi
         "\n".join(f"* {reason}" for reason in verdict.reasons),
         "## What was new",
         _table(["", "conversations"], _new(plan)),
-        f"Source `{config.data.source}`, {plan.counts['files']:,} files. {_start(plan)}",
+        f"Source `{config.data.source}`, files: {plan.counts['files']:,}. {_start(plan)}",
         "## What was judged",
     ]
     if verdict.figures:
@@ -105,9 +105,10 @@ def _champion(home: Home, history: History) -> str:
     if entry is None:
         return "None yet."
     folder = home.champion.folder(entry).url
+    back = "" if entry.replaced is None else f" `eyas champion rollback {home.place.url}` goes back."
     return (
         f"Champion {entry.number}, of night {entry.night}, promoted {entry.promoted_at}, for `{entry.target}` "
-        f"(fingerprint `{entry.fingerprint}`): `{folder}`. `eyas champion rollback {home.place.url}` goes back."
+        f"(fingerprint `{entry.fingerprint}`): `{folder}`.{back}"
     )
 
 
