@@ -38,7 +38,7 @@ ui-down:
 
 # The browser is the system's: playwright would download one of its own.
 e2e: $(VENV)/e2e
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		{ echo "make e2e needs Chromium: apt-get install chromium (Debian), or your system's like"; exit 1; }
 	$(BIN)/python -m pytest -m e2e tests/e2e
 	@echo "Screenshots: tests/e2e/output/"

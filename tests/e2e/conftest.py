@@ -53,9 +53,17 @@ class Server:
             headers={"content-type": "application/json"},
             method=method,
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+        for attempt in range(5):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    text = answer.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                # SQLite takes one writer at a time; Prefect's own client asks again, too.
+                if error.code != 503 or attempt == 4:
+                    raise
+                time.sleep(1 + attempt)
+        raise AssertionError
 
     def deployment(self, name: str) -> dict[str, Any]:
         """A deployment of train-draft."""

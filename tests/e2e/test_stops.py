@@ -43,7 +43,9 @@ def started(server: Server, run: str) -> Path:
     """The folder of a run that is well into its training."""
     server.wait(run, "RUNNING")
     run_dir: Path = wait_for(lambda: run_folder(server, run), 90, "a run directory")
-    wait_for(lambda: steps_of(run_dir) > 20, 120, "20 steps")
+    before = steps_of(run_dir)
+    wait_for(lambda: steps_of(run_dir) > before + 20, 120, "20 steps")
+    assert trainers(run_dir), server.state(run)
     return run_dir
 
 
@@ -80,6 +82,7 @@ def test_a_cancelled_run_saves_a_checkpoint_and_a_rerun_continues(server: Server
 
 def engines_of(run_dir: Path) -> list[int]:
     """Process ids of the engines that started the stages of a run."""
+    assert trainers(run_dir)
     listed = subprocess.run(
         ["ps", "-o", "ppid=", "-p", ",".join(map(str, trainers(run_dir)))], capture_output=True, text=True, check=True
     )
