@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import fsspec
 from tasks.trainer.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 
 
@@ -243,7 +245,7 @@ def _messages(
         if finish_reason is not None and not isinstance(finish_reason, str):
             raise _BadLineError("wrong_structure", f"{place}: `finish_reason` is not a string")
         # JSON can carry half of a surrogate pair, which no tokenizer accepts.
-        if any("\ud800" <= character <= "\udfff" for character in content):
+        if _SURROGATE.search(content):
             raise _BadLineError("invalid_unicode", f"{place}: `{content_key}` holds a lone surrogate, no valid Unicode")
         messages.append(Message(roles[role], content, finish_reason))
     return tuple(messages)

@@ -16,7 +16,7 @@ checkpoint. Prompts of the fixed held-out set are in none of them.
     replayed  of those that the champion was trained on, a share drawn anew each night
 
 All files are read every night, twice: what was deleted at the source is replayed no more, and no copy of everything is
-kept. The price is the reading, and about 150 bytes of memory a conversation.
+kept. The price is the reading, and half a kilobyte of memory a conversation.
 """
 
 from __future__ import annotations
