@@ -17,8 +17,9 @@ from typing import Any
 from storage.presets import PRESETS, Encoding, preset_name
 from tasks.trainer.config import Auto, Offline, Online, RunConfig
 from tasks.trainer.config_states import stored_encoding
+from tasks.trainer.durations import duration
 from tasks.trainer.plan_memory import Choices, Memory, PackRows, TargetSize, step_memory
-from tasks.trainer.plan_options import ComputeOption, Facts, Plan, StatesOption, duration
+from tasks.trainer.plan_options import ComputeOption, Facts, Plan, StatesOption
 from tasks.trainer.plan_storage import codes_bytes, reading_seconds, stored_bytes, writing_seconds
 from tasks.trainer.plan_time import step_seconds, target_seconds
 

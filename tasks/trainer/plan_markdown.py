@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.trainer.plan_options import Plan, StatesOption, duration
+from tasks.trainer.durations import duration
+from tasks.trainer.plan_options import Plan, StatesOption
 
 GIB = 2**30
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from storage.schema import raw_bytes, target_rows
@@ -12,6 +14,7 @@ from tasks.trainer.config import Offline, RunConfig
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.files import read_json, write_json, write_text
 from tasks.trainer.report_markdown import render
+from tasks.trainer.report_plan import against_plan
 from tasks.trainer.report_plots import draw
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.train.curves import read_heldout, read_metrics
@@ -34,6 +37,7 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
     steps waited for their data. stored_bytes_per_token: of the store (0 without one); raw_bytes_per_token: the same
     states as plain bfloat16, ids and statistics included. store: what the capture, or training that fills a store, says
     of it. heldout_curve: what training measured on held-out samples, by step; empty when it did not look.
+    against_plan: what was predicted and what came out.
     """
     prepared, trained = run.receipt("prepare"), run.receipt("train")
     exported = run.receipt("export")
@@ -43,6 +47,8 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
     acceptance = evaluation["acceptance"]
     lines = read_metrics(run.metrics)
     captured = run.receipt("capture") if isinstance(config.hidden_states, Offline) else trained.get("store")
+    per_token = _bytes_per_token(config, run, prepared, captured)
+    plan = run.receipt("plan")
     return {
         "tau": acceptance["tau"],
         "tau_interval": acceptance["tau_interval"],
@@ -57,10 +63,10 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
         "train_seconds": sum(line["seconds"] for line in lines),
         "data_wait_seconds": sum(line["data_wait_s"] for line in lines),
         "h2d_bytes": sum(line["h2d_bytes"] for line in lines),
-        **_bytes_per_token(config, run, prepared, captured),
+        **per_token,
         "mode": config.hidden_states.mode,
         "heldout_curve": [{"step": step, **measured} for step, measured in read_heldout(run.metrics).items()],
-        "curves": {key: [line[key] for line in lines] for key in ("acc", "tau", "learning_rate")},
+        "curves": {key: [line[key] for line in lines] for key in ("acc", "alpha", "tau", "learning_rate")},
         "acceptance": acceptance,
         "evaluation": {key: evaluation[key] for key in ("step", "dtype", "heldout", "heldout_samples")},
         "prepare": prepared,
@@ -68,6 +74,16 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
         "store": captured,
         "train": trained,
         "export": exported,
+        "plan": plan,
+        "against_plan": against_plan(
+            plan,
+            lines,
+            trained=trained,
+            captured=captured,
+            stored_bytes_per_token=per_token["stored_bytes_per_token"],
+        ),
+        "config": config.model_dump(mode="json"),
+        "commit": source_commit(),
         "versions": {
             "eyas": version("eyas"),
             "torch": version("torch"),
@@ -76,6 +92,20 @@ def gather(config: RunConfig, run: RunDir) -> dict[str, Any]:
         },
         "run_dir": run.url,
     }
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout that this code is run from, "-dirty" behind it when files differ; None elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    described = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or None
 
 
 def _bytes_per_token(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.trainer.config import RunConfig
+from tasks.trainer.report_plan import comparison_cells, serving_commands
 from tasks.trainer.report_plots import PLOTS
 
 
@@ -19,6 +20,13 @@ def render(facts: dict[str, Any], config: RunConfig) -> str:
         f"![tau]({_plot('tau')})",
         _acceptance(facts),
         f"![depth]({_plot('depth')})",
+        *_domains(facts),
+        "## Serve it",
+        serving_commands(
+            target=config.target.model,
+            draft=(facts["export"] or {}).get("folder", "DRAFT"),
+            draft_tokens=facts["acceptance"]["num_draft_tokens"],
+        ),
         "## Training",
         f"![training]({_plot('training')})",
         _training(facts, config),
@@ -26,10 +34,31 @@ def render(facts: dict[str, Any], config: RunConfig) -> str:
         _data(facts),
         "## Hidden states",
         _storage(facts),
-        "## What is where",
+        *_against_plan(facts),
+        "## Lineage",
         _places(facts, config),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def depth_table(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each draft depth is worth, a row a depth, for a table that can be searched; None where not measured."""
+    acceptance = facts["acceptance"]
+    columns = {
+        "accepted": acceptance["acceptance"],
+        "accepted, n-gram lookup": acceptance["acceptance_ngram"],
+        "accepted before training": acceptance["acceptance_untrained"],
+        "acc, teacher-forced": facts["acc"],
+        "alpha, teacher-forced": facts["alpha"],
+    }
+    depths = max(len(values) for values in columns.values())
+    return [
+        {
+            "depth": depth,
+            **{name: round(values[depth], 4) if depth < len(values) else None for name, values in columns.items()},
+        }
+        for depth in range(depths)
+    ]
 
 
 def with_embedded_plots(path: Path) -> str:
@@ -101,6 +130,41 @@ def _acceptance(facts: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def _domains(facts: dict[str, Any]) -> list[str]:
+    """Acceptance by domain; nothing where the prompts are of one."""
+    domains = facts["acceptance"].get("domains", [])
+    if not domains:
+        return []
+    rows = [
+        [
+            domain["name"],
+            f"{domain['prompts']:,}",
+            f"**{domain['tau']:.3f}**",
+            "-" if domain["tau_interval"] is None else "{:.2f} to {:.2f}".format(*domain["tau_interval"]),
+            f"{domain['tau_ngram']:.3f}",
+            " ".join(f"{value:.2f}" for value in domain["acceptance"]),
+        ]
+        for domain in domains
+    ]
+    header = ["domain", "prompts", "tau", "95% interval", "n-gram lookup", "accepted by depth"]
+    return ["### By domain", _table(header, rows)]
+
+
+def _against_plan(facts: dict[str, Any]) -> list[str]:
+    rows = facts["against_plan"]
+    if not rows:
+        return []
+    plan = facts["plan"]
+    asked = (
+        "`hidden_states.mode: auto` took it" if plan["asked"] == "auto" else f"recommended was {plan['recommended']}"
+    )
+    return [
+        "## Against the plan",
+        f"Planned for {plan['device']} as {plan['chosen']}; {asked}.",
+        _table(["", "predicted", "measured", "off by"], comparison_cells(rows)),
+    ]
+
+
 def _training(facts: dict[str, Any], config: RunConfig) -> str:
     trained = facts["train"]
     rate = facts["tokens"] / facts["train_seconds"] if facts["train_seconds"] else 0.0
@@ -145,6 +209,9 @@ def _data(facts: dict[str, Any]) -> str:
         for name, part in (("training", prepared["train"]), ("held out", prepared["heldout"]))
     ]
     text = [_table(["", "samples", "tokens", "supervised"], rows)]
+    domains = prepared.get("domains", {})
+    if len(domains) > 1:
+        text.append("Trained on: " + ", ".join(f"{name} {count:,}" for name, count in domains.items()) + " samples.")
     counts = {reason: count for reason, count in prepared["refused"].items() if count}
     refused = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts.items())
     text.append(
@@ -187,11 +254,14 @@ def _places(facts: dict[str, Any], config: RunConfig) -> str:
     export = facts["export"] or {}
     rows = [
         ["draft (SGLang and vLLM layout)", f"`{export.get('folder', '')}`"],
+        ["conversations", f"`{config.data.source}`"],
         ["config, resolved", f"`{facts['run_dir']}/config.yaml`"],
         ["metrics, one line a step", f"`{facts['run_dir']}/metrics.jsonl`"],
         ["checkpoints", f"`{facts['run_dir']}/checkpoints`"],
         ["fingerprint of the target", f"`{facts['prepare']['fingerprint']}`"],
         ["data hash", f"`{facts['prepare']['data_hash']}`"],
+        ["run identity", f"`{facts['train']['identity']}`"],
+        ["Eyas's commit", f"`{facts['commit']}`" if facts["commit"] else "not a checkout"],
         ["versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())],
     ]
     return _table(["", ""], rows)

@@ -18,7 +18,7 @@ PLOTS = {"training": "training.png", "depth": "depth.png", "tau": "tau.png"}
 
 
 def draw(facts: dict[str, Any], folder: Path) -> None:
-    """Write training.png (loss and accuracy by step), depth.png (by draft depth) and tau.png (against baselines)."""
+    """Write training.png (loss, tau, acc and alpha by step), depth.png (by draft depth) and tau.png (and baselines)."""
     style: dict[Any, Any] = {
         "font.size": 10,
         "axes.spines.top": False,
@@ -31,7 +31,7 @@ def draw(facts: dict[str, Any], folder: Path) -> None:
         "axes.titlesize": 11,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "figure.dpi": 120,
+        "figure.dpi": 110,
     }
     with plt.rc_context(style):
         _training(facts, folder / PLOTS["training"])
@@ -40,36 +40,41 @@ def draw(facts: dict[str, Any], folder: Path) -> None:
 
 
 def _training(facts: dict[str, Any], path: Path) -> None:
-    steps = np.arange(1, len(facts["losses"]) + 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    left.plot(steps, facts["losses"], color=PALE, linewidth=0.8)
-    left.plot(steps, _smooth(facts["losses"]), color=ACCENT, linewidth=1.8)
+    """Four panels by optimizer step: loss, simulated tau, acc and alpha by TTT step; held-out figures as dots."""
+    figure, panels = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
     held_out = facts["heldout_curve"]
-    if held_out:
-        seen = [measured["step"] for measured in held_out]
-        left.plot(
-            seen,
-            [measured["loss"] for measured in held_out],
-            "o-",
-            color=INK,
-            markersize=4,
-            label="held out, cross entropy",
-        )
-        best = facts["evaluation"]["step"]
-        left.axvline(best, color=INK, linewidth=0.8, linestyle=":", label=f"exported: step {best}")
-        left.legend(frameon=False, fontsize=8)
-    left.set(title="Training loss", xlabel="optimizer step")
-    left.set_ylim(bottom=0)
-    accuracy = np.array(facts["curves"]["acc"], dtype=float)
-    shades = plt.get_cmap("YlOrBr")(np.linspace(0.9, 0.45, accuracy.shape[1]))
-    for depth, shade in enumerate(shades):
-        right.plot(steps, _smooth(accuracy[:, depth]), color=shade, linewidth=1.6, label=f"acc_{depth}")
+    seen = [measured["step"] for measured in held_out]
+    for panel, key, title in ((panels[0, 0], "loss", "Training loss"), (panels[0, 1], "tau", "Simulated tau")):
+        values = facts["losses"] if key == "loss" else facts["curves"]["tau"]
+        points = [(step, value) for step, value in enumerate(values, start=1) if value is not None]
+        places, kept = [step for step, _ in points], [value for _, value in points]
+        panel.plot(places, kept, color=PALE, linewidth=0.8)
+        panel.plot(places, _smooth(kept), color=ACCENT, linewidth=1.8)
+        looks = [(step, look[key]) for step, look in zip(seen, held_out, strict=True) if look[key] is not None]
+        if looks:
+            panel.plot(*zip(*looks, strict=True), "o-", color=INK, markersize=4, label="held out")
         if held_out:
-            right.plot(seen, [measured["acc"][depth] for measured in held_out], "o", color=shade, markersize=4)
+            best = facts["evaluation"]["step"]
+            panel.axvline(best, color=INK, linewidth=0.8, linestyle=":", label=f"exported: step {best}")
+            panel.legend(frameon=False, fontsize=8)
+        panel.set(title=title)
+    panels[0, 0].set_ylim(bottom=0)
     dots = "; dots: held out" if held_out else ""
-    right.set(title=f"Training accuracy by TTT step (smoothed{dots})", xlabel="optimizer step")
-    right.set_ylim(bottom=0)
-    right.legend(frameon=False, fontsize=8, ncols=2)
+    for panel, key, title in (
+        (panels[1, 0], "acc", f"Accuracy by TTT step (smoothed{dots})"),
+        (panels[1, 1], "alpha", "Alpha, acceptance rate by TTT step"),
+    ):
+        values = np.array(facts["curves"][key], dtype=float)
+        steps = np.arange(1, len(values) + 1)
+        for depth, shade in enumerate(plt.get_cmap("YlOrBr")(np.linspace(0.9, 0.45, values.shape[1]))):
+            panel.plot(steps, _smooth(values[:, depth]), color=shade, linewidth=1.6, label=f"{key}_{depth}")
+            if held_out:
+                panel.plot(seen, [look[key][depth] for look in held_out], "o", color=shade, markersize=4)
+        panel.set(title=title, xlabel="optimizer step")
+        panel.set_ylim(bottom=0)
+        panel.legend(frameon=False, fontsize=8, ncols=2)
+    for panel in panels.flat:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path)
     plt.close(figure)
 
