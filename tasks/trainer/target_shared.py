@@ -1,10 +1,10 @@
 """A target whose weights are spread over the ranks: transformers' tensor parallelism, for targets that do not fit
 beside the draft on each GPU.
 
-A forward is then everybody's: every rank must bring the same document at the same time. So ranks take turns: whoever
-has documents tells them to all, all run the target, and the one that asked keeps the states. The draft and its packs
-are divided as ever. The price is that the ranks' targets do not run at once: n forwards of 1/n of the work each, and
-two all-reduces a layer. The head's statistics are computed whole on every rank.
+A forward is then everybody's: every rank must bring the same document at the same time. So whoever has documents tells
+them to all, all run the target, and who asked keeps the states (ranks that share a pack ask for the same documents,
+which run once). The draft and its packs are divided as ever. The price is that the ranks' targets do not run at once: n
+forwards of 1/n of the work each, and two all-reduces a layer. The head's statistics are computed whole on every rank.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedTarget:
         self._turns(None)
 
     def _turns(self, documents: Sequence[Document] | None, *, top_k: int | None = None) -> list[TargetStates] | None:
-        own: list[TargetStates] = []
+        asked: dict[str, list[Any]] = {}
         for rank in self._told_by:
             told: list[Any] | None = None
             if rank == self._layout.rank and documents is not None:
@@ -63,12 +63,15 @@ class SharedTarget:
             told = from_rank(self._layout, told, rank, "the target's documents", patience=self._patience)
             if told is None:
                 return None
-            for token_ids, rows, sample_id in told:
-                document = Document(torch.tensor(token_ids), torch.tensor(rows, dtype=torch.int64), sample_id)
-                states = self._target.capture([document], top_k=top_k)
-                if rank == self._layout.rank:
-                    own += states
-        return own
+            asked |= {of[2]: of for of in told}
+        own = {one.sample_id: one for one in documents or ()}
+        states: dict[str, TargetStates] = {}
+        for token_ids, rows, sample_id in asked.values():
+            document = Document(torch.tensor(token_ids), torch.tensor(rows, dtype=torch.int64), sample_id)
+            found = self._target.capture([document], top_k=top_k)
+            if sample_id in own:
+                states[sample_id] = found[0]
+        return [states[one.sample_id] for one in documents or ()]
 
 
 def load_shared(
