@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tasks.trainer.champion_cli import app as champion_app
 from tasks.trainer.config import RunConfig
+from tasks.trainer.config_nightly import NightlyConfig, read_nightly
 from tasks.trainer.recipe import dump_config, load_config, read_config
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import run_stage
@@ -88,14 +89,19 @@ def config(
     recipe: Annotated[str | None, typer.Argument(help="YAML recipe.")] = None,
     set_: Set = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of every option.")] = False,
+    nightly: Annotated[bool, typer.Option("--nightly", help="Of `eyas nightly` instead of `eyas train`.")] = False,
 ) -> None:
-    """Check a recipe and print it with every default written out, or print the schema."""
+    """Check a recipe and print it with every default written out, or print the schema.
+
+    Examples: eyas config RECIPE.yaml --set train.steps=200; eyas config --schema; eyas config RECIPE.yaml --nightly
+    """
     if schema:
-        typer.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
+        typer.echo(json.dumps((NightlyConfig if nightly else RunConfig).model_json_schema(), indent=1))
     elif recipe is None:
         raise typer.BadParameter("give a RECIPE, or --schema")
     else:
-        typer.echo(dump_config(read_config(recipe, set_ or [])), nl=False)
+        found = read_nightly(recipe, set_ or []) if nightly else read_config(recipe, set_ or [])
+        typer.echo(dump_config(found), nl=False)
 
 
 def read_overrides(values: dict[str, object], overrides: list[str]) -> RunConfig:

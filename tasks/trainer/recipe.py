@@ -148,6 +148,6 @@ def _as_number(text: str) -> str | float:
         return text
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: BaseModel) -> str:
     """The resolved config as YAML, every default written out; `read_config` reads it back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -15,6 +15,7 @@ import yaml
 from flows.cli import main
 from flows.demo import demo_configs
 from tasks.trainer.config import RunConfig
+from tasks.trainer.config_nightly import NightlyConfig
 
 Values = Callable[..., dict[str, Any]]
 
@@ -95,6 +96,15 @@ def test_config_prints_the_resolved_recipe_and_the_schema(
     with pytest.raises(SystemExit):
         main(["config", "--schema"])
     assert json.loads(capsys.readouterr().out) == RunConfig.model_json_schema()
+    with pytest.raises(SystemExit):
+        main(["config", "--schema", "--nightly"])
+    assert json.loads(capsys.readouterr().out) == NightlyConfig.model_json_schema()
+    values = recipe_values(data={"heldout_source": "fixed.jsonl"}) | {"nightly": {"replay": 0.3}}
+    recipe = write_recipe(values, tmp_path)
+    assert "'nightly'" in fails(["config", recipe], capsys)
+    with pytest.raises(SystemExit):
+        main(["config", recipe, "--nightly"])
+    assert yaml.safe_load(capsys.readouterr().out)["nightly"]["replay"] == 0.3
 
 
 def test_the_demo_is_one_recipe_run_two_ways() -> None:
