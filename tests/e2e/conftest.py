@@ -119,11 +119,11 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 def trainers(run_dir: Path) -> list[int]:
     """Process ids of the stages that work on a run, in the process table's own words."""
-    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-ewwo", "pid=,args="], capture_output=True, text=True, check=True).stdout
     return [
         int(line.split()[0])
         for line in listed.splitlines()
-        if "tasks.trainer.stages" in line and str(run_dir) in line and "ps -eo" not in line
+        if "tasks.trainer.stages" in line and str(run_dir) in line and "ps -ewwo" not in line
     ]
 
 
