@@ -154,7 +154,7 @@ def ranks(
     target: Annotated[str, typer.Option("--target", help="Shape: qwen3-8b, qwen3-4b or qwen3-1.7b.")] = "qwen3-8b",
     pack_tokens: Annotated[int, typer.Option("--pack-tokens", min=8, help="Tokens of a pack.")] = 8192,
     packs: Annotated[int, typer.Option("--packs", min=1, help="Packs of a rank in a step.")] = 2,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a turn.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps a turn.")] = 3,
     context_tokens: Annotated[
         int, typer.Option("--context-tokens", min=64, help="context: tokens of one GPU; n ranks take n times these.")
     ] = 32768,

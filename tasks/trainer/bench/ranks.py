@@ -28,6 +28,7 @@ from kernels.bench.errors import BenchError
 from kernels.bench.results import GIB, Row
 from kernels.bench.runner import Journal
 from tasks.trainer.bench.step import DRAFT, TINY, TTT_STEPS, shape_of
+from tasks.trainer.ranks import see_own_gpu
 
 VARIANTS = ("online", "offline", "context")
 # Layers, and what else of the target's shape is not its draft's; head counts are the draft's.
@@ -79,7 +80,7 @@ def measure(journal: Journal, settings: Mapping[str, Any], *, variants: Sequence
         told.write_text(json.dumps({**settings, "variants": list(variants), "folder": folder}), encoding="utf-8")
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc),
-            "-m", "tasks.trainer.bench.ranks_case", str(told), str(found),
+            "-m", "tasks.trainer.bench.ranks", str(told), str(found),
         ]  # fmt: skip
         cores = max(1, (os.cpu_count() or 1) // nproc)
         environment = {
@@ -130,3 +131,18 @@ def describe(rows: Sequence[Row]) -> list[str]:
             more = f"  {row.ms or 0.0:,.0f} ms for {row.tokens:,} tokens{''.join(f', {note}' for note in notes)}"
         lines.append(f"{row.variant:8} {row.gpus} ranks  {row.tokens_per_s:12,.0f} tokens/s{more}")
     return lines
+
+
+def main() -> None:
+    """A rank's entry, for torchrun: `-m tasks.trainer.bench.ranks SETTINGS FOUND`."""
+    told, found = (Path(argument) for argument in sys.argv[1:])
+    settings = json.loads(told.read_text(encoding="utf-8"))
+    if settings["device"] == "cuda":
+        see_own_gpu()  # before anything asks CUDA what there is
+    from tasks.trainer.bench.ranks_case import report
+
+    report(settings, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,8 @@
-"""One rank of `eyas bench ranks` (see `ranks`): torchrun's `-m tasks.trainer.bench.ranks_case SETTINGS FOUND`."""
+"""One rank of `eyas bench ranks` (see `ranks`, whose process this runs in)."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -27,7 +25,6 @@ from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample, sample_id
 from tasks.trainer.draft.ttt import Computation, Objective
 from tasks.trainer.files import write_json
-from tasks.trainer.ranks import see_own_gpu
 from tasks.trainer.target import Target
 from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.loop import agree, count_step_rows, rounds_of, train_pack, weights_of_rows
@@ -205,12 +202,13 @@ def measure_packs(settings: dict[str, Any], layout: Layout) -> list[dict[str, An
             taken: dict[int, list[tuple[list[float], list[int]]]] = {}
             peaks: dict[int, int] = {}
             for turn in range(settings["rounds"] + 1):
-                for count in range(1, layout.world_size + 1):
+                # The first turn is for compiling, which all ranks do at once.
+                for count in range(1 if turn else layout.world_size, layout.world_size + 1):
                     if device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
                     found = turns.take(source, count)
                     meet(layout, "the end of a turn", patience=START_PATIENCE)
-                    if found is None or turn == 0:  # the first turn compiles
+                    if found is None or turn == 0:
                         continue
                     taken.setdefault(count, []).append(found)
                     if device.type == "cuda":
@@ -228,12 +226,8 @@ def measure_packs(settings: dict[str, Any], layout: Layout) -> list[dict[str, An
     return lines
 
 
-def main() -> None:
-    """A rank's entry."""
-    told, found = sys.argv[1:]
-    settings = json.loads(Path(told).read_text(encoding="utf-8"))
-    if settings["device"] == "cuda":
-        see_own_gpu()
+def report(settings: dict[str, Any], found: Path) -> None:
+    """Measure as one of the ranks that torchrun started; the first writes what was found."""
     # Patient: the ranks compile in the first turn, each at its own pace.
     with joined(device=settings["device"], patience_s=300.0) as layout:
         lines = measure(settings, layout)
@@ -245,8 +239,4 @@ def main() -> None:
             gpu = torch.cuda.get_device_name()
         if layout.is_first:
             text = ", ".join(f"{name} {version}" for name, version in versions.items())
-            write_json(Path(found), {"lines": lines, "gpu": gpu, "versions": text})
-
-
-if __name__ == "__main__":
-    main()
+            write_json(found, {"lines": lines, "gpu": gpu, "versions": text})

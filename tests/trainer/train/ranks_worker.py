@@ -133,10 +133,6 @@ def work(job: dict[str, Any], layout: Layout) -> None:
 def main() -> None:
     """A rank's entry."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    if jobs["device"] == "cuda":
-        from tasks.trainer.ranks import see_own_gpu
-
-        see_own_gpu()
     with joined(device=jobs["device"], patience_s=120) as layout:
         for job in jobs["jobs"]:
             work(job, layout)
