@@ -92,15 +92,18 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, path: str) -> RunDir:
-        """An existing run: its folder, its URL, or the scratch folder of one. Raises InputError when there is none."""
+    def open(cls, path: str, scratch_dir: str | None = None) -> RunDir:
+        """An existing run: its folder, its URL, or the scratch folder of one. Raises InputError when there is none.
+
+        scratch_dir: as in the config, for a URL.
+        """
         marker = Path(path, MARKER)
         if marker.is_file():
             place = remote_place(read_json(marker))
             assert place is not None, "the marker names a URL"
             run = cls(Path(path).absolute(), Mirror(place, Path(path).absolute()))
         else:
-            run = cls._at(path, None)
+            run = cls._at(path, scratch_dir)
             if run.mirror is not None:
                 try:
                     run.receipts.mkdir(parents=True, exist_ok=True)

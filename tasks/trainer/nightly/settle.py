@@ -17,7 +17,7 @@ from tasks.trainer.config_nightly import NightlyConfig
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import read_json
 from tasks.trainer.nightly.gate import Decision, decide, judged_sets
-from tasks.trainer.nightly.home import REPORT, Home, Plan, Verdict, training_config
+from tasks.trainer.nightly.home import REPORT, Home, Plan, Verdict
 from tasks.trainer.nightly.report import night_markdown
 from tasks.trainer.run_dir import RunDir
 
@@ -38,19 +38,17 @@ def promote(config: NightlyConfig, home: Home, plan: Plan) -> Verdict:
         if history.champion != plan.champion:
             why = f"the champion was {plan.champion or 'none'} when the night began, and is {history.champion} now"
             return Verdict(plan.number, "abandoned", (why,))
-        # Its lock brings the run here, if another machine trained it.
-        with RunDir.create(training_config(config, plan, home)).lock() as run:
-            document = _judgement(run, plan)
-            settings = config.evaluate
-            decision = decide(
-                judged_sets(document), config.nightly, samples=settings.bootstrap_samples, seed=settings.seed
-            )
-            if not decision.promote:
-                return Verdict(plan.number, "not_promoted", decision.reasons, _figures(decision))
-            assert home.lease is not None, "only who holds the home promotes"
-            home.lease.check()
-            champion.publish(run.draft, document["digest"])
-            _keep(run, home, plan)
+        # From its URL, if another machine trained it.
+        run = RunDir.open(home.run_url(plan.number), config.scratch_dir)
+        document = _judgement(run, plan)
+        settings = config.evaluate
+        decision = decide(judged_sets(document), config.nightly, samples=settings.bootstrap_samples, seed=settings.seed)
+        if not decision.promote:
+            return Verdict(plan.number, "not_promoted", decision.reasons, _figures(decision))
+        assert home.lease is not None, "only who holds the home promotes"
+        home.lease.check()
+        champion.publish(run.draft, document["digest"])
+        _keep(run, home, plan)
         if champion.promote(_entry(config, plan, history, document, decision), version=version, history=history):
             logger.info("night %d: its draft is the champion now", plan.number)
 
