@@ -44,19 +44,24 @@ app.add_typer(store_app, name="store", help="Look into a hidden-state store.")
 
 Recipe = Annotated[str, typer.Argument(help="YAML recipe: a complete run config.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=200.")]
+AsJson = Annotated[bool, typer.Option("--json", help="What came out, as JSON, for scripts.")]
 RunDirOption = Annotated[str | None, typer.Option("--run-dir", help="Where the run leaves everything.")]
 
 
 @app.command()
-def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None) -> None:
-    """Run the train-draft flow: prepare, [capture], train, evaluate, export, report."""
+def train(recipe: Recipe, set_: Set = None, run_dir: RunDirOption = None, as_json: AsJson = False) -> None:
+    """Run the train-draft flow: prepare, plan, [capture], train, evaluate, export, report.
+
+    The same command again continues a run that was stopped. Exit codes: 2 for wrong input, 75 when it was stopped.
+    Examples: eyas train RECIPE.yaml; eyas train RECIPE.yaml --set train.steps=200 --run-dir s3://bucket/run --json
+    """
     config = read_config(recipe, set_ or [], run_dir=run_dir)
     from flows.train_draft import train_draft
 
     RunDir.create(config)  # what is wrong with it is said before a server starts
     log_mistakes_as_one_line()
     receipt = train_draft(**{name: getattr(config, name) for name in type(config).model_fields})
-    typer.echo(f"report: {receipt['report']}")
+    typer.echo(json.dumps(receipt) if as_json else f"report: {receipt['report']}")
 
 
 @app.command()
@@ -89,7 +94,10 @@ def demo(
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder for both runs.")] = "runs/demo",
     set_: Set = None,
 ) -> None:
-    """Train a draft for a real small model, online and offline, and compare the two."""
+    """Train a draft for a real small model, online and offline, and compare the two.
+
+    Examples: eyas demo; eyas demo --set train.steps=20 --run-dir /tmp/demo
+    """
     from flows.demo import run_demo
 
     log_mistakes_as_one_line()
@@ -97,10 +105,18 @@ def demo(
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Print this one: the start of your own.")] = None) -> None:
-    """List the recipes that come with Eyas, or print one."""
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one: the start of your own.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes that come with Eyas, or print one.
+
+    Examples: eyas recipes; eyas recipes qwen3-8b-offline > RECIPE.yaml
+    """
     files = {path.stem: path.read_text(encoding="utf-8") for path in sorted(RECIPES.glob("*.yaml"))}
-    if name is None:
+    if name is None and as_json:
+        typer.echo(json.dumps({stem: text.splitlines()[0].removeprefix("# ") for stem, text in files.items()}))
+    elif name is None:
         for stem, text in files.items():
             typer.echo(f"{stem:24}{text.splitlines()[0].removeprefix('# ')}")
     elif name in files:

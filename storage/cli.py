@@ -1,7 +1,7 @@
 """`eyas store`: what a store holds, whether it still is what was written, and how to keep it in order.
 
-What a command finds goes to standard output; progress bars and errors to standard error. Exit 1: something is wrong
-with the store, or the command could not do what was asked.
+What a command finds goes to standard output, with --json as one JSON object a line; progress bars and errors to
+standard error. Exit 1: something is wrong with the store, or the command could not do what was asked.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ StoreUrl = Annotated[str, typer.Argument(metavar="URL", help="The store: a local
 Fingerprint = Annotated[
     str | None, typer.Option("--fingerprint", help="One fingerprint of the store; all of them when not given.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, for scripts.")]
 Preset = Literal["lossless", "near", "compact", "small", "tiny"]
 
 
@@ -39,8 +40,12 @@ def list_store(
     url: StoreUrl,
     fingerprint: Fingerprint = None,
     samples: Annotated[bool, typer.Option("--samples", help="A line for each sample instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """List what a store holds, one fingerprint (or sample) a line."""
+    """List what a store holds, one fingerprint (or sample) a line.
+
+    Examples: eyas store ls runs/store; eyas store ls s3://bucket/store --samples --json
+    """
     with _errors():
         failed = False
         for name in _fingerprints(url, fingerprint):
@@ -50,6 +55,10 @@ def list_store(
                         read_index(locate(url).child(name)).values(), key=lambda entry: entry.sample_id
                     ):
                         size = sum(entry.chunk_bytes(array) for array in entry.chunks)
+                        if as_json:
+                            found = {name: getattr(entry, name) for name in ("sample_id", "num_tokens", "num_targets")}
+                            typer.echo(json.dumps({**found, "bytes": size, "segment": entry.segment}))
+                            continue
                         typer.echo(
                             f"{entry.sample_id}  {entry.num_tokens:,} tokens  {entry.num_targets:,} target rows  "
                             f"{size:,} bytes  {entry.segment}"
@@ -57,8 +66,12 @@ def list_store(
                     continue
                 held = take_inventory(url, name)
             except (StoreError, OSError) as error:
-                typer.echo(f"{name}  {one_line(error)}")
+                told = {"fingerprint": name, "error": one_line(error)}
+                typer.echo(json.dumps(told) if as_json else f"{name}  {one_line(error)}")
                 failed = True
+                continue
+            if as_json:
+                typer.echo(json.dumps(held.document()))
                 continue
             spec = held.spec
             typer.echo(
@@ -74,9 +87,12 @@ def list_store(
 def info(
     url: StoreUrl,
     fingerprint: Fingerprint = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what a store holds and takes, by array."""
+    """Say what a store holds and takes, by array.
+
+    Examples: eyas store info runs/store; eyas store info runs/store --json
+    """
     with _errors():
         for name in _fingerprints(url, fingerprint):
             held = take_inventory(url, name)
@@ -91,8 +107,12 @@ def verify_store(
         bool,
         typer.Option("--repair", help="Drop what is damaged, so that the next capture fills it in; nobody may write."),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Read every committed sample; name each damaged one and exit 1 if there are any (left)."""
+    """Read every committed sample; name each damaged one and exit 1 if there are any (left).
+
+    Examples: eyas store verify runs/store; eyas store verify runs/store --repair
+    """
     with _errors():
         fingerprints = _fingerprints(url, fingerprint)
         num_faults = num_samples = 0
@@ -100,14 +120,17 @@ def verify_store(
         for name in fingerprints:
             with _progress(name[:16]) as progress:
                 verified = verify(url, name, repair=repair, progress=progress)
-            for fault in verified.faults:
+            if as_json:
+                typer.echo(json.dumps({"fingerprint": name, **dataclasses.asdict(verified)}))
+            for fault in () if as_json else verified.faults:
                 typer.echo(fault.message)
-            for line in verified.dropped:
+            for line in () if as_json else verified.dropped:
                 typer.echo(f"dropped from the index: {line}")
             num_samples += verified.num_samples
             num_faults += len(verified.faults)
             is_sound = is_sound and (verified.is_repaired or not verified.faults)
-        typer.echo(f"{num_samples:,} samples of {len(fingerprints)} fingerprints read, {num_faults} errors")
+        if not as_json:
+            typer.echo(f"{num_samples:,} samples of {len(fingerprints)} fingerprints read, {num_faults} errors")
         if not is_sound:
             raise typer.Exit(1)
 
@@ -123,12 +146,19 @@ def collect_garbage(
         float, typer.Option("--min-age", min=0.0, help="Hours a file must be old: a writer may be about to commit it.")
     ] = MIN_AGE_S / 3600,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, say what would be.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Delete files that no committed sample needs: of killed writers, dropped samples, fingerprints given up."""
+    """Delete files that no committed sample needs: of killed writers, dropped samples, fingerprints given up.
+
+    Examples: eyas store gc runs/store --dry-run; eyas store gc runs/store --drop FINGERPRINT
+    """
     with _errors(), _progress("deleting") as progress:
         found = collect(url, drop=drop or (), min_age_s=3600 * min_age, dry_run=dry_run, progress=progress)
     would = "would be " if dry_run else ""
     for garbage in found:
+        if as_json:
+            typer.echo(json.dumps({**dataclasses.asdict(garbage), "dry_run": dry_run}))
+            continue
         given_up = f"{len(garbage.dropped):,} samples {would}given up, {garbage.kept:,} kept; "
         typer.echo(
             f"{garbage.fingerprint}  {given_up if garbage.fingerprint in (drop or ()) else ''}"
@@ -157,8 +187,12 @@ def convert_store(
     level: Annotated[int | None, typer.Option("--level", help="The codec's level instead.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option("--chunk-tokens", help="Rows of a chunk instead.")] = None,
     shard_tokens: Annotated[int | None, typer.Option("--shard-tokens", help="Rows of a shard instead.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Encode a store's samples anew, into another store. Goes on where it stopped."""
+    """Encode a store's samples anew, into another store. Goes on where it stopped.
+
+    Examples: eyas store convert runs/store runs/small --preset small; --preset near --last topk --top-k 128
+    """
     with _errors():
         encoding = _changed(
             PRESETS[preset], aux_step=aux_step, last=last, last_step=last_step, top_k=top_k, codec=codec, level=level
@@ -173,6 +207,9 @@ def convert_store(
                 shard_tokens=shard_tokens,
                 progress=progress,
             )
+    if as_json:
+        typer.echo(json.dumps({"destination": destination, **dataclasses.asdict(done)}))
+        return
     typer.echo(
         f"{done.num_samples:,} samples of {done.spec.fingerprint} written to {destination} as "
         f"{preset_name(done.spec.encoding)}, {done.num_before:,} were there already"

@@ -47,7 +47,10 @@ def attention(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """TTT attention: fused, flex, flex over concatenated K/V, plain causal calls, dense softmax."""
+    """TTT attention: fused, flex, flex over concatenated K/V, plain causal calls, dense softmax.
+
+    Examples: eyas bench attention; eyas bench attention --tokens 8192,16384 --try
+    """
     journal = Journal.open(out, record=not try_)
     sizes = read_sizes(tokens, (32,) if tiny else attention_work.TOKENS)
     with Pool(attention_work.GROUPS, device) as pool:
@@ -66,7 +69,10 @@ def loss(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """The loss from logits and from hidden states, against torch.compile and a peer."""
+    """The loss from logits and from hidden states, against torch.compile and a peer.
+
+    Examples: eyas bench loss; eyas bench loss --part linear --against specforge --peer-path FOLDER
+    """
     if part not in (None, "logits", "linear"):
         raise BenchError(f"--part {part} is unknown: use logits or linear")
     journal = Journal.open(out, record=not try_)
@@ -81,14 +87,20 @@ def plot(
     out: Out = results.RESULTS,
     folder: Annotated[Path, typer.Option("--folder", help="Where the PNG files go.")] = plots.FOLDER,
 ) -> None:
-    """Draw the newest runs of a results file."""
+    """Draw the newest runs of a results file.
+
+    Examples: eyas bench plot; eyas bench plot --folder /tmp/plots
+    """
     for path in plots.draw(results.read(out), folder):
         typer.echo(str(path))
 
 
 @app.command()
 def goals(out: Out = results.RESULTS) -> None:
-    """Print every goal with what the newest runs of a results file measured."""
+    """Print every goal with what the newest runs of a results file measured.
+
+    Examples: eyas bench goals
+    """
     rows = results.read(out)
     table = Table("goal", "bound", "measured", "worst at", "met")
     for outcome in (evaluate_goal(goal, rows) for goal in GOALS):

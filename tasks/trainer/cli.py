@@ -25,6 +25,8 @@ console = Console(stderr=True)
 RunDirArgument = Annotated[str, typer.Argument(help="A run directory, as `eyas train` leaves it.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override, for example evaluate.num_prompts=16.")]
 
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")]
+
 
 def mount(app: typer.Typer) -> None:
     """Add the trainer's commands to the `eyas` command."""
@@ -41,17 +43,12 @@ def plan(
     device: Annotated[
         str | None, typer.Option("--device", help="Plan for a device of the table, h200, not the one found.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what each choice would store, need on the GPU and take, and which to take. Trains nothing.
 
     Of the target only config and tokenizer are read, of the conversations a part.
-
-    Examples:
-
-      eyas plan RECIPE.yaml
-
-      eyas plan RECIPE.yaml --device h200 --set train.checkpointing=step --json
+    Examples: eyas plan RECIPE.yaml; eyas plan RECIPE.yaml --device h200 --set train.checkpointing=step --json
     """
     from tasks.trainer.plan_markdown import render_plan
     from tasks.trainer.plan_stage import plan_recipe
@@ -65,24 +62,32 @@ def plan(
         Console().print(Markdown(render_plan(made, target=config.target.model)))
 
 
-def evaluate(run_dir: RunDirArgument, set_: Set = None) -> None:
-    """Measure acceptance again, with the run's or other evaluate.* values, and renew the report."""
+def evaluate(run_dir: RunDirArgument, set_: Set = None, as_json: AsJson = False) -> None:
+    """Measure acceptance again, with the run's or other evaluate.* values, and renew the report.
+
+    Examples: eyas evaluate runs/mine; eyas evaluate runs/mine --set evaluate.num_prompts=64 --json
+    """
     run = RunDir.open(run_dir)
     values = run.config().model_dump(mode="json")
     changed = read_overrides(values, set_ or [])
     RunDir.create(changed)  # refuses a change that would make it another run
     _run_with_bar(run, "evaluate")
     receipt = _run_with_bar(run, "report")
-    typer.echo(f"report: {receipt['report']}")
+    typer.echo(json.dumps(receipt) if as_json else f"report: {receipt['report']}")
 
 
-def export(run_dir: RunDirArgument, out: Annotated[str, typer.Argument(help="New folder.")]) -> None:
-    """Write the trained draft in the layout that SGLang and vLLM load."""
+def export(
+    run_dir: RunDirArgument, out: Annotated[str, typer.Argument(help="New folder.")], as_json: AsJson = False
+) -> None:
+    """Write the trained draft in the layout that SGLang and vLLM load.
+
+    Examples: eyas export runs/mine OUT; eyas export s3://bucket/run OUT --json
+    """
     from tasks.trainer.export.stage import export_run
 
     run = RunDir.open(run_dir)
     receipt = export_run(run.config(), run, Path(out))
-    typer.echo(f"draft: {receipt['folder']}")
+    typer.echo(json.dumps(receipt) if as_json else f"draft: {receipt['folder']}")
 
 
 def config(

@@ -327,3 +327,22 @@ def test_no_store_is_an_error(command, tmp_path):
     assert code == 1
     assert "holds user info" in output
     assert "secret" not in output
+
+
+def test_what_commands_find_can_be_had_as_json(store, tmp_path):
+    # Red when a command's --json is not one JSON object a line, or leaves out what its words say.
+    def lines(*arguments: object) -> list[dict[str, object]]:
+        code, output = run(*arguments, "--json")
+        assert code == 0, output
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+    assert [one["samples"] for one in lines("ls", store)] == [2, 1]
+    assert {one["sample_id"] for one in lines("ls", store, "--samples")} == {"a", "b", "c"}
+    assert [(one["num_samples"], one["faults"]) for one in lines("verify", store)] == [(2, []), (1, [])]
+    assert all(one["dry_run"] for one in lines("gc", store, "--dry-run"))
+    converted = lines("convert", store, tmp_path / "new", "--preset", "lossless", "--fingerprint", FINGERPRINT)
+    assert converted[0]["num_samples"] == 2
+    shards(store, "aux_planes/c.*")[0].unlink()
+    code, output = run("verify", store, "--json")
+    assert code == 1
+    assert json.loads(output.splitlines()[0])["faults"]

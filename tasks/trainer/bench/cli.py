@@ -67,7 +67,10 @@ def step(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """The whole training step: forward, backward, clipping, AdamW."""
+    """The whole training step: forward, backward, clipping, AdamW.
+
+    Examples: eyas bench step; eyas bench step --longest; eyas bench step --packed --try
+    """
     if packed and (longest or tokens or against):
         raise BenchError("--packed measures one set of documents, ours alone: leave out --longest, --tokens, --against")
     journal = Journal.open(out, record=not try_)
@@ -97,7 +100,10 @@ def plan(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """GPU memory of real steps against what `eyas plan` predicts."""
+    """GPU memory of real steps against what `eyas plan` predicts.
+
+    Examples: eyas bench plan; eyas bench plan --only 1,3 --try
+    """
     from tasks.trainer.bench import plan as work
 
     found = work.cases(device=device, tiny=tiny)
@@ -122,7 +128,10 @@ def store_step(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """How long the training step waits for a store, and how many bytes go to the GPU."""
+    """How long the training step waits for a store, and how many bytes go to the GPU.
+
+    Examples: eyas bench store-step; eyas bench store-step --presets near,small --url s3://bucket/store
+    """
     from tasks.trainer.bench import store_step as work
 
     table = Table("preset", "tokens", "step ms", "waiting ms", "waiting", "MB to the GPU", "of bf16", "MB stored")
@@ -167,7 +176,10 @@ def ranks(
     device: Device = "cuda",
     tiny: Tiny = False,
 ) -> None:
-    """Training throughput of 1 to n ranks of this machine, online and offline; a context shared by ranks."""
+    """Training throughput of 1 to n ranks of this machine, online and offline; a context shared by ranks.
+
+    Examples: eyas bench ranks; eyas bench ranks --try
+    """
     chosen = [variant.strip() for variant in variants.split(",")]
     unknown = [variant for variant in chosen if variant not in ranks_work.VARIANTS]
     if unknown:
@@ -191,7 +203,10 @@ def codec_quality(
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=2000.")] = None,
 ) -> None:
-    """What encodings cost a draft that is trained on them: paired runs, and the loss of tau with its interval."""
+    """What encodings cost a draft that is trained on them: paired runs, and the loss of tau with its interval.
+
+    Examples: eyas bench codec-quality RECIPE.yaml --out quality --presets near,small --seeds 0,1,2
+    """
     from tasks.trainer.bench import codec_quality as work
     from tasks.trainer.errors import InputError
     from tasks.trainer.recipe import read_config
@@ -229,7 +244,10 @@ def quality(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of order and weights.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override, for example train.steps=2000.")] = None,
 ) -> None:
-    """A draft trained here and one by a peer: same data, shape, tokens; one evaluator."""
+    """A draft trained here and one by a peer: same data, shape, tokens; one evaluator.
+
+    Examples: eyas bench quality RECIPE.yaml --out quality --against specforge --peer-path FOLDER
+    """
     from tasks.trainer.bench import quality as work
     from tasks.trainer.errors import InputError
     from tasks.trainer.recipe import read_config

@@ -51,7 +51,10 @@ def store(
     work: Annotated[Path | None, typer.Option("--work", help="Folder for stores and answers; kept.")] = None,
     try_: Annotated[bool, typer.Option("--try", help="Measure and print, record nothing.")] = False,
 ) -> None:
-    """The store: ratios by array, speeds, requests, bytes for the GPU; against safetensors and torch.save + gzip."""
+    """The store: ratios by array, speeds, requests, bytes for the GPU; against safetensors and torch.save + gzip.
+
+    Examples: eyas bench store
+    """
     # Torch and transformers take seconds to load, and the other commands here need neither.
     from tasks.trainer.bench.store_peers import peer_figures
     from tasks.trainer.bench.store_texts import captured as capture
@@ -120,12 +123,18 @@ def store_plot(
     out: Annotated[Path, typer.Option("--out", help="Results to draw.")] = results.RESULTS,
     folder: Annotated[Path, typer.Option("--folder", help="Where the PNG file goes.")] = FIGURES,
 ) -> None:
-    """Draw the newest figures of the store."""
+    """Draw the newest figures of the store.
+
+    Examples: eyas bench store-plot
+    """
     typer.echo(str(plot.draw(results.read(out), folder)))
 
 
 def print_goals(out: Annotated[Path, typer.Option("--out", help="Results to judge.")] = results.RESULTS) -> None:
-    """Print the store's goals with what the newest runs measured."""
+    """Print the store's goals with what the newest runs measured.
+
+    Examples: eyas bench store-goals
+    """
     table = Table("variant", "metric", "text", "bound", "measured", "met")
     for outcome in store_goals.evaluate(results.read(out)):
         goal = outcome.goal
