@@ -81,11 +81,12 @@ def nightly_retrain(
 
 def _night(config: NightlyConfig, home: Home, plan: Plan) -> Verdict:
     """Each step is left out, or done again without harm, when it was done before a crash."""
-    if home.champion.history().of_night(plan.number) is None:
+    history = home.champion.history()
+    if history.of_night(plan.number) is None:
         run_config = training_config(config, plan, home)
         run = RunDir.create(run_config)
         where, in_process = str(run.root), runs_in_process(run_config)
-        if plan.new_target and not finished("measure", run_config, run):
+        if history.current is not None and not history.is_measured(history.current, plan.fingerprint):
             measure_champion(home, plan, where, in_process=in_process)
         train_draft(**{name: getattr(run_config, name) for name in type(run_config).model_fields})
         if not finished("judge", run_config, run):

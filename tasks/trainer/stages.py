@@ -153,7 +153,7 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
         values |= {"export": config.train.export}
     elif stage == "export":
         values |= {"train": run.receipt("train"), "export": config.train.export}
-    elif stage in ("measure", "judge"):
+    elif stage == "judge":
         values |= {"evaluate": config.evaluate.model_dump(mode="json"), "export": run.receipt("export")}
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

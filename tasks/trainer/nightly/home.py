@@ -157,9 +157,9 @@ class Home:
         return self.scratch / "answers"
 
     def numbers(self) -> list[int]:
-        """The nights that there are, ascending: those with a plan."""
-        names = self.place.child(NIGHTS).names()
-        return [int(name) for name in names if name.isdecimal() and self.night(int(name)).exists(PLAN)]
+        """The nights that there are, ascending: those with a plan. Only the newest folder may be without one."""
+        found = sorted(int(name) for name in self.place.child(NIGHTS).names() if name.isdecimal())
+        return found if not found or self.night(found[-1]).exists(PLAN) else found[:-1]
 
     def plan(self, number: int) -> Plan:
         """Raises InputError when it cannot be read."""
@@ -167,10 +167,8 @@ class Home:
 
     def verdict(self, number: int) -> Verdict | None:
         """None while the night is not over."""
-        if not self.night(number).exists(VERDICT):
-            return None
-        document = _read(self.night(number), VERDICT)
-        return Verdict(**{**document, "reasons": tuple(document["reasons"])})
+        document = _read(self.night(number), VERDICT, optional=True)
+        return Verdict(**{**document, "reasons": tuple(document["reasons"])}) if document else None
 
     def write_plan(self, plan: Plan) -> None:
         """The night exists from here on."""
@@ -196,17 +194,20 @@ class Home:
         np.save(buffer, ids, allow_pickle=False)
         self.night(number).write_bytes(name, buffer.getvalue())
 
-    def drop_text(self, number: int) -> int:
-        """Remove a night's conversations and run, here and in scratch; returns the files removed."""
+    def has_text(self, number: int) -> bool:
+        """Whether a night's conversations and run are still there."""
+        return self.night(number).exists(TRAIN)
+
+    def drop_text(self, number: int) -> None:
+        """Remove a night's conversations and run, here and in scratch."""
         night = self.night(number)
-        names = [name for name in sorted(night.sizes()) if name not in KEPT]
-        for name in names:
+        names = [name for name in night.sizes() if name not in KEPT]
+        for name in sorted(names, key=lambda name: (name == TRAIN, name)):  # has_text asks for this one: last
             night.delete(name)
         run = night.child(RUN)
         # What is left of it: empty folders, or the run's scratch.
         here = Path(run.path) if run.is_local else scratch_folder(run, self.scratch_dir)
         shutil.rmtree(here, ignore_errors=True)
-        return len(names)
 
 
 def night_of(run_url: str) -> tuple[Home, Plan]:
@@ -238,9 +239,13 @@ def training_config(config: NightlyConfig, plan: Plan, home: Home) -> RunConfig:
     return config.run_config(**changes)
 
 
-def _read(night: Location, name: str) -> dict[str, Any]:
+def _read(night: Location, name: str, *, optional: bool = False) -> dict[str, Any]:
+    """optional: an empty document where there is no file."""
+    content = night.read_bytes(name)
+    if content is None and optional:
+        return {}
     try:
-        document: dict[str, Any] = json.loads(night.read_bytes(name) or b"")
+        document: dict[str, Any] = json.loads(content or b"")
     except ValueError:
         raise InputError(f"{night.url}/{name} is damaged; restore it from a copy, or remove the night") from None
     return document

@@ -57,28 +57,25 @@ def discover(config: NightlyConfig, home: Home) -> Discovery:
 
 
 def _unfinished(home: Home, history: History, *, fingerprint: str, identity: str) -> Plan | None:
-    """The night to go on with; others without a verdict are given up, their conversations stay new."""
-    found = None
-    for number in home.numbers():
-        if home.verdict(number) is not None:
-            continue
-        plan = home.plan(number)
-        if history.of_night(number) is not None:
-            found = plan  # promoted; what comes after is left to do
-            continue
-        reasons = []
-        if plan.champion != history.champion:
-            reasons.append(f"the champion was {plan.champion or 'none'} when it began, and is {history.champion} now")
-        if plan.fingerprint != fingerprint:
-            reasons.append("the target is another revision now")
-        if plan.identity != identity:
-            reasons.append("settings that decide the result were changed")
-        if reasons:
-            logger.warning("night %d is given up: %s", number, "; ".join(reasons))
-            home.write_verdict(Verdict(number, "abandoned", tuple(reasons)))
-        else:
-            found = plan
-    return found
+    """The night to go on with, always the newest. One that must not is given up, its conversations stay new."""
+    numbers = home.numbers()
+    if not numbers or home.verdict(numbers[-1]) is not None:
+        return None
+    plan = home.plan(numbers[-1])
+    if history.of_night(plan.number) is not None:
+        return plan  # promoted; what comes after is left to do
+    reasons = []
+    if plan.champion != history.champion:
+        reasons.append(f"the champion was {plan.champion or 'none'} when it began, and is {history.champion} now")
+    if plan.fingerprint != fingerprint:
+        reasons.append("the target is another revision now")
+    if plan.identity != identity:
+        reasons.append("settings that decide the result were changed")
+    if not reasons:
+        return plan
+    logger.warning("night %d is given up: %s", plan.number, "; ".join(reasons))
+    home.write_verdict(Verdict(plan.number, "abandoned", tuple(reasons)))
+    return None
 
 
 def _new_night(config: NightlyConfig, home: Home, history: History, fingerprint: str, identity: str) -> Discovery:

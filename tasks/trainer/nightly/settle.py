@@ -66,12 +66,21 @@ def finish(config: NightlyConfig, home: Home, plan: Plan, verdict: Verdict) -> s
 def drop_old(home: Home, history: History, *, keep: int) -> list[int]:
     """Remove conversations and runs of nights that are over, but the newest `keep` and all that the history names.
 
-    Returns the nights' numbers.
+    Returns the nights' numbers. From the newest on, until one was removed before: a home has many nights.
     """
     named = {entry.night for entry in history.entries}
-    over = [number for number in home.numbers() if home.verdict(number) is not None]
-    dropped = [number for number in over[: max(0, len(over) - keep)] if number not in named]
-    return [number for number in dropped if home.drop_text(number)]
+    numbers = home.numbers()
+    if numbers and home.verdict(numbers[-1]) is None:
+        numbers.pop()
+    dropped = []
+    for number in reversed(numbers[: max(0, len(numbers) - keep)]):
+        if number in named:
+            continue
+        if not home.has_text(number):
+            break
+        home.drop_text(number)
+        dropped.append(number)
+    return dropped
 
 
 def _judgement(run: RunDir, plan: Plan) -> dict[str, Any]:
