@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.trainer.config import Data, Draft, Evaluate, HiddenStates, Online, RunConfig, Target, Train
+from tasks.trainer.config_schema import limits_beside
 from tasks.trainer.errors import InputError
 from tasks.trainer.recipe import load_config, read_values, sentences
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Nightly(BaseModel):
     """What a night trains on, and what its draft must show to become the champion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=limits_beside)
 
     home: str = Field(
         "runs/nightly",

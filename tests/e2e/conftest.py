@@ -6,6 +6,7 @@ in tests/e2e/output, for people to look at.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -44,15 +45,16 @@ class Server:
     folder: Path
     """Of the process ids and logs; relative paths of runs lie in here, too."""
     environment: dict[str, str]
+    auth: str | None = None
+    """user:password, of a server that asks for one."""
 
     def call(self, path: str, body: Any = None, *, method: str | None = None) -> Any:
         """The server's answer. Raises urllib's HTTPError, whose body is the server's reason."""
-        request = urllib.request.Request(
-            f"{self.url}/api{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-            method=method,
-        )
+        headers = {"content-type": "application/json"}
+        if self.auth is not None:
+            headers["authorization"] = f"Basic {base64.b64encode(self.auth.encode()).decode()}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/api{path}", data=data, headers=headers, method=method)
         for attempt in range(5):
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
