@@ -1,4 +1,4 @@
-"""Processes that are ranks, without torchrun: torch is imported once for all of a test session's."""
+"""Processes that are ranks, without torchrun: what is slow to import is imported once for all of a test session's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_as_ranks(function: Callable[..., None], *arguments: Any, num_ranks: int 
     """function(*arguments) in each of num_ranks processes, in the environment that torchrun would give them. function:
     of a module, so that they find it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "tasks.trainer.train.stage"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -123,7 +123,7 @@ def _rank(cases: dict[str, Case], folder: Path) -> None:
     on_gpu = any(case.device == "cuda" for case in cases.values())
     if on_gpu:
         torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sharing = Sharing(rank, num_ranks, K)
     found = {name: run_case(case, sharing, dist.group.WORLD) for name, case in cases.items()}

@@ -30,9 +30,20 @@ PACKS = {
     "nothing counts": (masked((False, 30), (True, 1), (False, 30)), (61,)),
 }
 SUPERVISED = PACKS["turns"], PACKS["ragged"]
+
+
+def random_pack(seed: int) -> tuple[Tensor, list[int]]:
+    """Documents of 1 to 120 tokens, in runs of supervised ones."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [int(120 ** float(torch.rand((), generator=generator))) for _ in range(6)]
+    runs = torch.rand(sum(lengths), generator=generator) < 0.2
+    return runs.cumsum(0) % 3 != 0, lengths
+
+
 CASES = {
     **{name: Case([pack]) for name, pack in PACKS.items()},
     "accumulated": Case(list(PACKS.values())),
+    "random": Case([random_pack(seed) for seed in range(8)]),
     **{f"draft: {name}": Case(SUPERVISED, draft=draft) for name, draft in VARIANTS.items() if draft},
     "eager, logits": Case(SUPERVISED, attention="eager", loss="torch"),
     "top k": Case(SUPERVISED, top_k=12),
@@ -44,7 +55,9 @@ CASES = {
     "float32": Case(list(PACKS.values()), dtype=torch.float32),
     "bfloat16": Case(list(PACKS.values()), dtype=torch.bfloat16, rounded=True),
 }
-SOME = {name: CASES[name] for name in ("one document", "accumulated", "draft: three layers", "steps run again")}
+SOME = {
+    name: CASES[name] for name in ("one document", "accumulated", "random", "draft: three layers", "steps run again")
+}
 
 
 @pytest.fixture(scope="module")
