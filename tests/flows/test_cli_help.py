@@ -15,9 +15,7 @@ _mount_bench()
 _NO_JSON = {"config", "demo", "ui", "deploy", "join", "bench"}
 
 
-def leaves(
-    command: typer.core.TyperGroup | typer.core.TyperCommand, path: str = "eyas"
-) -> Iterator[tuple[str, object]]:
+def leaves(command: Any, path: str = "eyas") -> Iterator[tuple[str, Any]]:
     for name, child in getattr(command, "commands", {}).items():
         if hasattr(child, "commands"):
             yield from leaves(child, f"{path} {name}")

@@ -345,4 +345,4 @@ def test_what_commands_find_can_be_had_as_json(store, tmp_path):
     shards(store, "aux_planes/c.*")[0].unlink()
     code, output = run("verify", store, "--json")
     assert code == 1
-    assert json.loads(output.splitlines()[0])["faults"]
+    assert json.loads(next(line for line in output.splitlines() if line.startswith("{")))["faults"]
