@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tasks.trainer.recipe import load_config
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import run_stage, stages_of
 from tasks.trainer.stop import EXIT_INTERRUPTED
-from tasks.trainer.target import Target
+from tasks.trainer.target import Document, Target
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Packs, Position
 from tasks.trainer.train.curves import read_metrics
@@ -154,9 +154,9 @@ def test_online_opens_no_store_and_calls_the_target_every_epoch(
     captured: list[str] = []
     original = Target.capture
 
-    def counting(self: Target, token_ids: torch.Tensor, *, sample_id: str, **options: Any) -> Any:
-        captured.append(sample_id)
-        return original(self, token_ids, sample_id=sample_id, **options)
+    def counting(self: Target, documents: Sequence[Document], **options: Any) -> Any:
+        captured.extend(document.sample_id for document in documents)
+        return original(self, documents, **options)
 
     monkeypatch.setattr(Target, "capture", counting)
     values = recipe_values(train={"steps": 30})

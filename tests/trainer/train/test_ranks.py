@@ -61,9 +61,11 @@ def two_ranks(jobs: list[dict[str, Any]], folder: Path, *, device: str = "cpu") 
     """Have two ranks do the jobs."""
     path = folder / "jobs.json"
     path.write_text(json.dumps({"device": device, "jobs": jobs}))
+    # A rank sees its own GPU only, before anything asks CUDA what there is.
+    own_gpu = ["sh", "-c", 'export CUDA_VISIBLE_DEVICES=$LOCAL_RANK; exec "$0" "$@"'] if device == "cuda" else []
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "tests.trainer.train.ranks_worker", str(path),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
+        *own_gpu, sys.executable, "-m", "tests.trainer.train.ranks_worker", str(path),
     ]  # fmt: skip
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
