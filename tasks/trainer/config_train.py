@@ -174,7 +174,7 @@ class Train(BaseModel):
         ge=1,
         title="Ranks a pack",
         description="Ranks that share each pack along its tokens, for contexts that one GPU cannot train. 1: each rank "
-        "trains packs of its own.",
+        "trains packs of its own. Online, each still runs the target on whole documents.",
     )
     rank_timeout: float = Field(
         30.0,

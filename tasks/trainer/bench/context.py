@@ -63,6 +63,8 @@ def measure_context(settings: dict[str, Any], layout: Layout) -> list[dict[str, 
         if found is not None:
             ones[length] = found[0]
             lines.append(_line(settings, length, 1, *found, about=""))
+    if layout.is_first and tokens not in ones:
+        raise MemoryError(f"one GPU has no room for {tokens} tokens; name fewer with --context-tokens")
     meet(layout, "the end of one GPU's turns", patience=START_PATIENCE)
     found = _timed(settings, together, num_ranks * tokens)
     meet(layout, "the end of the ranks' turn", patience=START_PATIENCE)
