@@ -186,7 +186,9 @@ class _Steps:
             positions = self._all_positions
             runs: Sequence[tuple[int, int]] | None = self._first_runs
             if layer is self._layers[-1]:
-                hidden, positions, runs = hidden.index_select(0, self._rows), self._positions, self._runs
+                positions, runs = self._positions, self._runs
+                if positions.shape[0] < hidden.shape[0]:
+                    hidden = hidden.index_select(0, self._rows)
             hidden, handle = self._again(self._finish_first, layer, hidden, handle, known[-1], positions, runs)
         return hidden, handle, known
 
