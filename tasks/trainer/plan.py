@@ -62,9 +62,23 @@ def configured(config: RunConfig, facts: Facts) -> Choices:
         mlp_chunk_rows=train.mlp_chunk_rows,
         compiled=train.compile == "always" or (train.compile == "auto" and cuda),
         optimizer=train.optimizer,
-        grad_accumulation=train.grad_accumulation,
+        grad_accumulation=_packs_a_rank(config, facts),
         itemsize=2 if half else 4,
+        shards=count_ranks(config, facts) if train.sharding == "fsdp" else 1,
     )
+
+
+def count_ranks(config: RunConfig, facts: Facts) -> int:
+    """Ranks that train; nproc auto is every GPU of the device found that has a pack in each optimizer step."""
+    train = config.train
+    if train.nproc != "auto":
+        return train.nproc * train.nnodes
+    return min(facts.device.count * train.nnodes, train.grad_accumulation * train.context_parallel)
+
+
+def _packs_a_rank(config: RunConfig, facts: Facts) -> int:
+    """Packs that a rank trains in each optimizer step: grad_accumulation counts those of all."""
+    return -(-config.train.grad_accumulation * config.train.context_parallel // count_ranks(config, facts))
 
 
 def decide(config: RunConfig, plan: Plan) -> Online | Offline:
@@ -129,7 +143,7 @@ def _states_option(
 ) -> StatesOption:
     online = encoding is None
     target = facts.target if online else None
-    pack, packs = facts.data.mean_pack, config.train.grad_accumulation
+    pack, packs = facts.data.mean_pack, choices.grad_accumulation
     memory = _peak(facts, choices, encoding, target)
     compute = step_seconds(facts.shape, pack, choices, facts.device, kept=memory.activations)
     forward = target_seconds(facts.target_config, pack, facts.device, active_parameters=facts.target_active)
@@ -258,7 +272,7 @@ def _compute_options(config: RunConfig, facts: Facts, choices: Choices, best: St
             ComputeOption(
                 name=f"{key}={value}" if change else "as configured",
                 peak_bytes=memory.peak,
-                step_seconds=config.train.grad_accumulation * seconds,
+                step_seconds=changed.grad_accumulation * seconds,
                 fits=memory.peak <= USABLE * facts.device.memory,
             )
         )
@@ -308,6 +322,7 @@ def _document(config: RunConfig, facts: Facts, choices: Choices) -> dict[str, An
                  "packs_an_epoch": data.packs_an_epoch, "source": data.source,
                  "epochs": config.train.steps * config.train.grad_accumulation / data.packs_an_epoch},
         "choices": dataclasses.asdict(choices),
+        "ranks": count_ranks(config, facts),
         "steps": config.train.steps,
         "mode": config.hidden_states.mode,
     }  # fmt: skip

@@ -99,12 +99,13 @@ def _facts(plan: Plan) -> str:
                   f"{free}{held}"],
         ["data", f"{data['samples']:,} samples, {data['tokens']:,} tokens, {data['targets']:,} target rows "
                  f"({data['source']})"],
-        ["run", f"{facts['steps']:,} steps of {choices['grad_accumulation']} pack(s), {data['epochs']:.1f} epochs"],
+        ["run", f"{facts['steps']:,} steps of {choices['grad_accumulation']} pack(s) on {facts['ranks']} rank(s), "
+                f"{data['epochs']:.1f} epochs"],
         ["computed as", f"attention {choices['attention']}, loss {choices['loss']}, checkpointing "
                         f"{choices['checkpointing']}, {choices['ttt_steps']} TTT steps, {choices['optimizer']}"],
     ]  # fmt: skip
     memory = "GPU memory and storage are" if device["kind"] == "cuda" else "Storage is"
     return _table(["", ""], rows) + (
-        f"\n\n{memory} predicted to within a tenth (`eyas bench plan`); times are estimates to rank by. Figures are of "
-        "one rank."
+        f"\n\n{memory} predicted to within a tenth (`eyas bench plan`); times are estimates to rank by. Memory is of "
+        "one rank; what ranks say to one another, and packs shared by ranks, are left out."
     )

@@ -87,6 +87,8 @@ class Choices:
     """Packs an optimizer step."""
     itemsize: int = 2
     """Bytes of an element of the draft's type."""
+    shards: int = 1
+    """Ranks that masters and moments are divided over (train.sharding=fsdp)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def step_memory(
     where = max(at, key=at.__getitem__)
     return Memory(
         draft=parameters * item + 8 * shape.vocab_size + 9 * shape.target_vocab_size,
-        optimizer=_FLOAT32 * (parameters + moments + accumulated),
+        optimizer=_FLOAT32 * (parameters + moments + accumulated) // choices.shards,
         target_ends=ends,
         target=of_target,
         states=pack_bytes(size, pack, top_k=top_k) * (1 if stored else 1 + ahead) + stored * (1 + ahead),

@@ -43,6 +43,8 @@ class Device:
     """Bytes a second of a copy, read and written."""
     cores: int
     """Of its host, for reading a store."""
+    count: int = 1
+    """Devices of its kind in the machine."""
     measured: bool = True
     """Here and now, or taken from the table."""
 
@@ -62,7 +64,8 @@ def measure_device(kind: str, dtype: torch.dtype) -> Device:
     copied = 2.0 * dtype.itemsize * size * size / _seconds(lambda a, b: b.copy_(a), size, dtype, kind)
     if cuda:
         free, _ = torch.cuda.mem_get_info()
-        return Device(torch.cuda.get_device_name(), kind, free, rate, copied, cores=_cores())
+        count = torch.cuda.device_count()
+        return Device(torch.cuda.get_device_name(), kind, free, rate, copied, cores=_cores(), count=count)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("CPU", kind, memory, rate, copied, cores=_cores())
 
@@ -105,8 +108,7 @@ def step_seconds(shape: Shape, pack: PackRows, choices: Choices, device: Device,
     pairs = _pairs(pack) * steps * shape.num_layers * queries
     attention = (14 + (4 if choices.checkpointing == "step" else 0)) * pairs / (_ATTENTION * device.products)
     moved = _PASSES * kept + 28 * num_parameters(shape) / choices.grad_accumulation
-    overhead = _OVERHEAD_S if device.kind == "cuda" else 0.0
-    return products + attention * _ATTENTION_SLOWDOWN[choices.attention] + moved / device.copy + overhead
+    return products + attention * _ATTENTION_SLOWDOWN[choices.attention] + moved / device.copy + _OVERHEAD_S
 
 
 def _pairs(pack: PackRows) -> float:

@@ -31,10 +31,11 @@ def against_plan(
     waits = [line["data_wait_s"] for line in lines]
     rows: list[tuple[str, str, Any, Any]] = [
         ("stored", "bytes a token", plan["stored_bytes_per_token"] or None, stored_bytes_per_token or None),
-        ("peak GPU memory", "bytes", plan["peak_bytes"], trained.get("peak_bytes")),
         ("a step", "seconds", plan["step_seconds"], statistics.median(seconds) if seconds else None),
         ("of it waiting", "seconds", plan["wait_seconds"], statistics.median(waits) if waits else None),
     ]
+    if trained.get("peak_bytes"):  # a GPU's
+        rows.insert(1, ("peak GPU memory", "bytes", plan["peak_bytes"], trained["peak_bytes"]))
     if captured is not None and captured.get("captured_samples") and "seconds" in captured:
         rows.append(("capture", "seconds", plan["capture_seconds"], captured["seconds"]))
     return [
@@ -63,8 +64,8 @@ def _shown(value: float | None, unit: str) -> str:
 
 def serving_commands(*, target: str, draft: str, draft_tokens: int) -> str:
     """A fenced block with the engines' commands for a draft folder; draft_tokens: of a chain."""
-    target, draft = shlex.quote(target), shlex.quote(draft)
     config = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens})
+    target, draft = shlex.quote(target), shlex.quote(draft)
     return "\n".join(
         [
             "```sh",

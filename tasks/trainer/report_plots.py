@@ -74,7 +74,7 @@ def _training(facts: dict[str, Any], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.legend(frameon=False, fontsize=8, ncols=2)
     for panel in panels.flat:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     figure.savefig(path)
     plt.close(figure)
 

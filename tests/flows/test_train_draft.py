@@ -28,10 +28,10 @@ def run_flow(values: dict[str, Any]) -> Path:
     return Path(config.run_dir)
 
 
-def artifacts() -> list[Any]:
+def artifacts(name: str = "train-draft-report") -> list[Any]:
     async def read() -> list[Any]:
         async with get_client() as client:
-            key = ArtifactFilterKey(any_=["train-draft-report"])
+            key = ArtifactFilterKey(any_=[name])
             return await client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
 
     return asyncio.run(read())
@@ -64,6 +64,12 @@ def test_both_modes_end_to_end(recipe_values: Values, tmp_path: Path) -> None:
     assert len(found) == 3
     assert all("data:image/png;base64," in artifact.data for artifact in found)
     assert "plots/" not in found[0].data.replace("data:", ""), "a server cannot read the run directory"
+    plans = artifacts("train-draft-plan")
+    assert len(plans) == 3
+    assert all("offline near" in plan.data for plan in plans)
+    assert min(plan.created for plan in plans) < min(one.created for one in found), "the plan comes first"
+    depths = [json.loads(table.data) for table in artifacts("train-draft-depths")]
+    assert [[row["depth"] for row in table] for table in depths] == [[0, 1, 2]] * 3
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -126,6 +126,7 @@ _MODEL_KEYS = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermed
 
 @functools.lru_cache(maxsize=1)
 def _model(shape: tuple[tuple[str, int], ...], device: torch.device, dtype: torch.dtype) -> Model:
+    torch._dynamo.reset()  # pieces are compiled for one width each, and only so many of them
     return Model(dict(shape), device, dtype)
 
 

@@ -53,6 +53,20 @@ def test_trained_draft_beats_both_baselines(
     assert read["tau_interval"] == list(report.tau_interval)
 
 
+def test_domains_add_up(target: Target, trained: Eagle3Draft, untrained: Eagle3Draft, prompts: list[Tensor]) -> None:
+    """Red when a prompt counts for another domain, or domains do not sum to the whole."""
+    names = ["law", "code", "law", "law"]
+    report = evaluate_acceptance(target, trained, untrained, arrays(prompts), **LIMITS, domains=names)
+    assert [(one["name"], one["prompts"]) for one in report.domains] == [("law", 3), ("code", 1)]
+    law, code = report.domains
+    assert law["tau_interval"][0] <= law["tau"] <= law["tau_interval"][1]
+    assert code["tau_interval"] is None
+    alone = evaluate_acceptance(target, trained, untrained, arrays([prompts[i] for i in (0, 2, 3)]), **LIMITS)
+    assert law["tau"] == alone.tau
+    assert law["acceptance"] == alone.acceptance
+    assert alone.domains == []
+
+
 def test_same_proposer_same_tau(target: Target, trained: Eagle3Draft, prompts: list[Tensor]) -> None:
     """Red when replaying gives a proposer another tau than decoding: the trained draft stands in as the baseline."""
     report = evaluate_acceptance(target, trained, trained, arrays(prompts), **LIMITS)

@@ -42,6 +42,15 @@ def test_messages_and_sharegpt_read_alike(tmp_path: Path) -> None:
     assert refusals.total == 0
 
 
+def test_a_line_may_say_its_domain(tmp_path: Path) -> None:
+    """Red when acceptance cannot be told by domain, or a long text of the line becomes a heading of the report."""
+    said = ({"domain": "law|tax", "source": "x"}, {"source": "forum"}, {"source": "s" * 65}, {"domain": 3}, {})
+    lines = [json.loads(GOOD) | more for more in said]
+    url = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    conversations, _ = read_conversations([url])
+    assert [c.domain for c in conversations] == ["law/tax", "forum", "a.jsonl", "a.jsonl", "a.jsonl"]
+
+
 def test_fsspec_urls_and_gzip(tmp_path: Path) -> None:
     """Red when only local plain files can be read."""
     with fsspec.open("memory://read/a.jsonl", "wb") as file:
