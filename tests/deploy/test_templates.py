@@ -170,7 +170,7 @@ def test_the_image_is_made_of_what_is_there() -> None:
                 assert (HOME / source).exists(), source
                 assert source in allowed, f"{source} is not in the build context"
     words = [word for word, _ in steps]
-    assert dict(steps)["USER"] == "eyas"
+    assert dict(steps)["USER"] == "1000"
     assert words.index("USER") < words.index("ENTRYPOINT")
     assert "tini" in dict(steps)["ENTRYPOINT"]
     assert not [rest for word, rest in steps if word in ("ENV", "ARG") and re.search("PASSWORD|SECRET|TOKEN=", rest)]

@@ -61,7 +61,7 @@ def test_two_workers_one_store_and_one_is_lost(server: Server, second_worker: su
     source = write_conversations(server.folder / "many.jsonl", NUM_SAMPLES, seed=5)
     store = server.folder / "runs" / "shared"
     changes = {
-        "data": {"source": str(source)},
+        "data": {"source": str(source), "heldout_fraction": 0.005},
         "hidden_states": {"store_url": str(store), "calibration_tokens": 512},
     }
     runs = [
