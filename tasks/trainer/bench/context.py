@@ -30,7 +30,8 @@ from tasks.trainer.draft.context import Sharing
 from tasks.trainer.draft.ttt import Objective
 from tasks.trainer.train.batches import Batch, rows_of_parts
 from tasks.trainer.train.computation import choose_computation
-from tasks.trainer.train.loop import train_pack, weights_of_rows
+from tasks.trainer.train.dealing import weights_of_rows
+from tasks.trainer.train.loop import train_pack
 from tasks.trainer.train.metrics import Sums
 from tasks.trainer.train.optim import Optimizer
 from tasks.trainer.train.parallel import START_PATIENCE, Layout, meet, sum_gradients

@@ -27,7 +27,8 @@ from tasks.trainer.draft.ttt import Computation, Objective
 from tasks.trainer.files import write_json
 from tasks.trainer.target import Target
 from tasks.trainer.train.computation import choose_computation
-from tasks.trainer.train.loop import agree, count_step_rows, rounds_of, train_pack, weights_of_rows
+from tasks.trainer.train.dealing import agree, count_step_rows, rounds_of, weights_of_rows
+from tasks.trainer.train.loop import train_pack
 from tasks.trainer.train.metrics import Sums
 from tasks.trainer.train.optim import Optimizer
 from tasks.trainer.train.packing import deal_packs, pack_documents

@@ -18,16 +18,15 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tasks.trainer.config import RunConfig, Train, identity_fields
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
-from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.ttt import Computation, Objective, Unrolled, unroll
 from tasks.trainer.progress import Progress
@@ -38,12 +37,13 @@ from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Batch, Packs, Position
 from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.curves import best_steps
+from tasks.trainer.train.dealing import agree, count_step_rows, next_group, own_packs, rounds_of, weights_of_rows
 from tasks.trainer.train.evaluation import HeldOut
 from tasks.trainer.train.guard import GradientGuard
 from tasks.trainer.train.metrics import MetricsFile, Sums
 from tasks.trainer.train.optim import Optimizer
 from tasks.trainer.train.packing import deal_packs
-from tasks.trainer.train.parallel import Layout, from_first, meet, sum_on_host
+from tasks.trainer.train.parallel import Layout, from_first
 from tasks.trainer.train.profiling import Profiling
 from tasks.trainer.train.saving import Saver
 from tasks.trainer.train.sharding import begin_step, run_pass, shard
@@ -54,12 +54,6 @@ logger = logging.getLogger(__name__)
 
 # Settings of the first rank alone: who shows the run, and what is watched.
 _OF_FIRST_RANK: Mapping[str, Any] = {"trackers": (), "profile": (), "memory_snapshot": ()}
-
-
-class Samples(Protocol):
-    """Samples by number."""
-
-    def __getitem__(self, number: int, /) -> PreparedSample: ...
 
 
 def run_identity(config: RunConfig, data_hash: str) -> str:
@@ -147,12 +141,12 @@ def train(
                 # Up to the next look at held-out samples: the source reads ahead, and not past this.
                 last_step = held_out.next_due(step) if held_out else settings.steps
                 num_steps, together = last_step - step, source.together
-                coming = _own_packs(order, position, data, settings, layout, num_steps=num_steps, together=together)
+                coming = own_packs(order, position, data, settings, layout, num_steps=num_steps, together=together)
                 with closing(source.batches(coming)) as batches:
                     while step < last_step:
                         step_started = time.monotonic()
                         profiling.begin(step + 1)
-                        group, after = _next_group(packs, settings.grad_accumulation)
+                        group, after = next_group(packs, settings.grad_accumulation)
                         samples = [[data[number] for number in pack] for pack in group]
                         dealt = deal_packs(group, data.lengths, num_ranks=layout.data_size)
                         own = [group[number] for number in dealt[layout.data_rank]]
@@ -265,80 +259,6 @@ def place_draft(draft: Eagle3Draft, settings: Train, layout: Layout, *, dtype: t
     draft.to(layout.device)
     draft.embedding = draft.embedding.to(dtype)
     shard(draft, layout, dtype)
-
-
-def count_step_rows(data: Samples, packs: Sequence[Sequence[int]], ttt_steps: int) -> Tensor:
-    """N_k of packs, int64 [K]. It needs the masks only, so it is known before the first forward."""
-    rows = torch.zeros(ttt_steps, dtype=torch.int64)
-    for pack in packs:
-        masks = [torch.from_numpy(data[number].loss_mask.copy()) for number in pack]
-        rows += count_rows(torch.cat(masks), [len(mask) for mask in masks], ttt_steps)
-    return rows
-
-
-def agree(layout: Layout, rows: Tensor, *, step: int) -> tuple[Tensor, bool]:
-    """N_k over all ranks, int64 [K], and whether to stop before this step: whether SIGTERM came to one of several."""
-    if layout.context_rank:
-        rows = torch.zeros_like(rows)  # its packs are those of its group's first rank
-    asked = torch.tensor([int(stop.asked)])
-    total = sum_on_host(layout, torch.cat([rows, asked]), f"the start of step {step}")
-    return total[:-1], bool(total[-1])
-
-
-def rounds_of(
-    dealt: Sequence[Sequence[int]], layout: Layout, *, step: int, idle: Callable[[], object] | None = None
-) -> Iterator[bool]:
-    """This rank's passes of a step: whether each is its last. The ranks meet before every round.
-
-    A rank with fewer packs than others sits out the first rounds: its last pass, which may sum gradients with theirs,
-    is in the last one. idle: what it does in the first ones.
-    """
-    rounds = max(map(len, dealt))
-    for left in range(rounds, 0, -1):
-        meet(layout, f"pack {rounds - left + 1} of step {step}")
-        if left <= len(dealt[layout.data_rank]):
-            yield left == 1
-        elif idle is not None:
-            idle()
-
-
-def weights_of_rows(rows: Tensor, decay: float) -> list[float]:
-    """decay^k / K / N_k for each TTT step, N_k over all packs of one optimizer step; 0 for a step without rows."""
-    return [decay**k / len(rows) / int(n) if n else 0.0 for k, n in enumerate(rows)]
-
-
-def row_weights(data: PreparedData, group: Sequence[Sequence[int]], ttt_steps: int, decay: float) -> list[float]:
-    """The weights of one rank's step on these packs."""
-    return weights_of_rows(count_step_rows(data, group, ttt_steps), decay)
-
-
-def _next_group(packs: Iterator[tuple[list[int], Position]], size: int) -> tuple[list[list[int]], Position]:
-    """The packs of one optimizer step and the position after them."""
-    taken = [next(packs) for _ in range(size)]
-    return [pack for pack, _ in taken], taken[-1][1]
-
-
-def _own_packs(
-    order: Packs,
-    position: Position,
-    data: PreparedData,
-    settings: Train,
-    layout: Layout,
-    *,
-    num_steps: int,
-    together: bool,
-) -> Iterator[list[PreparedSample]]:
-    """This rank's packs of the coming steps, in the order in which it takes them. together: empty ones in the rounds
-    that it has none for."""
-    packs = order.read_from(position)
-    for _ in range(num_steps):
-        group, _ = _next_group(packs, settings.grad_accumulation)
-        dealt = deal_packs(group, data.lengths, num_ranks=layout.data_size)
-        own = dealt[layout.data_rank]
-        if together:
-            yield from ([] for _ in range(max(map(len, dealt)) - len(own)))
-        for number in own:
-            yield [data[sample] for sample in group[number]]
 
 
 def choose_objective(settings: Train, last: Mapping[str, Any] | None) -> Objective:

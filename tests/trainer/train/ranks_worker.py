@@ -27,7 +27,8 @@ from tasks.trainer.recipe import load_config
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import STAGES, run_stage
 from tasks.trainer.target import Target
-from tasks.trainer.train.loop import agree, count_step_rows, place_draft, rounds_of, train_pack, weights_of_rows
+from tasks.trainer.train.dealing import agree, count_step_rows, rounds_of, weights_of_rows
+from tasks.trainer.train.loop import place_draft, train_pack
 from tasks.trainer.train.metrics import Sums
 from tasks.trainer.train.optim import Optimizer
 from tasks.trainer.train.packing import deal_packs

@@ -35,7 +35,8 @@ from tasks.trainer.target import Document, Target
 from tasks.trainer.train import checkpoint
 from tasks.trainer.train.batches import Packs, Position
 from tasks.trainer.train.curves import read_metrics
-from tasks.trainer.train.loop import choose_objective, row_weights
+from tasks.trainer.train.dealing import row_weights
+from tasks.trainer.train.loop import choose_objective
 from tasks.trainer.train.optim import Optimizer
 from tasks.trainer.train.sources import OnlineSource
 
