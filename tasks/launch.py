@@ -19,6 +19,7 @@ from typing import Any
 from prefect.logging import get_run_logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from tasks.progress_artifact import ProgressArtifact
 from tasks.trainer.errors import InputError
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import EXIT_INPUT, STAGES, run_stage
@@ -124,6 +125,7 @@ class _Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._logged = time.monotonic()
+        self._artifact = ProgressArtifact(stage)
         if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
             from rich.console import Console
 
@@ -144,8 +146,11 @@ class _Display:
     def __exit__(self, *exc: object) -> None:
         if self._bar:
             self._bar.stop()
+        if exc[0] is None:  # a stop has no time for a request
+            self._artifact.close()
 
     def progress(self, done: int, total: int, note: str = "") -> None:
+        self._artifact.show(done, total, note)
         if self._bar:
             if self._task is None:
                 self._task = self._bar.add_task(self._stage, total=total, note=note)
