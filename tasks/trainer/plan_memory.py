@@ -277,8 +277,6 @@ def _mlp_backward(shape: Shape, pack: PackRows, choices: Choices) -> int:
         # The step again, its output too, and the gradients of the output and of the product.
         again = _attention_row(shape, choices) + _mlp_row(shape, choices)
         needed = (layers * again + (layers + 1) * item * size) * active + product * chunk
-        if chunk < active:
-            needed += item * size * active  # chunks are joined
     elif choices.checkpointing == "mlp":
         needed = (_mlp_row(shape, choices) + product // 2) * chunk
     else:
