@@ -19,6 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from safetensors.torch import load_file, save_file
 
+from flows.cli import main
 from flows.nightly import nightly_retrain
 from tasks.trainer.champion import Champion
 from tasks.trainer.config_nightly import load_nightly
@@ -80,14 +81,20 @@ def arrive(tmp_path: Path, name: str, seed: int) -> None:
     write_conversations(tmp_path / f"logs/{name}.jsonl", 40, seed=seed)
 
 
-def promoted_events(home: str) -> list[dict[str, Any]]:
+def promoted_events(home: str, count: int) -> list[dict[str, Any]]:
+    """At least so many, oldest first; the server has them a moment after they are sent."""
+
     async def read() -> list[dict[str, Any]]:
+        wanted = {"filter": {"event": {"name": ["draft.promoted"]}}}
         async with get_client() as client:
-            answer = await client._client.post(
-                "/events/filter", json={"filter": {"event": {"name": ["draft.promoted"]}}}
-            )
-            events: list[dict[str, Any]] = answer.json()["events"]
-            return [event for event in events if event["resource"]["prefect.resource.name"] == home]
+            for _ in range(300):
+                answer = await client._client.post("/events/filter", json=wanted)
+                events: list[dict[str, Any]] = answer.json()["events"]
+                ours = [event for event in events if event["resource"]["prefect.resource.name"] == home]
+                if len(ours) >= count:
+                    break
+                await asyncio.sleep(0.1)
+        return sorted(ours, key=lambda event: str(event["occurred"]))
 
     return asyncio.run(read())
 
@@ -172,10 +179,9 @@ def test_a_week(start: Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert measured.note["tau"] == history.entry(3).figures["fixed"]["other"]
     assert revised["counts"]["fresh"] == revised["counts"]["trained"] > 40
 
-    events = promoted_events(home)
-    assert sorted(event["payload"]["champion"] for event in events) == [1, 2, 3]
-    newest = max(events, key=lambda event: event["payload"]["champion"])
-    assert newest["payload"]["url"] == champion.folder(history.entry(3)).url
+    events = promoted_events(home, 3)
+    assert [event["payload"]["champion"] for event in events] == [1, 2, 3]
+    assert events[-1]["payload"]["url"] == champion.folder(history.entry(3)).url
     told = reports(home)
     titles = [text.splitlines()[0] for text in told]
     assert titles == ["# Night 1", "# No night", "# Night 2", "# Night 3", "# No night", "# Night 4"]
@@ -201,6 +207,33 @@ def test_two_at_once_and_mistakes_are_refused(start: Night, tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"unknown key 'nightly\.reply'; did you mean 'replay'"):
         start(nightly={"reply": 0.5})
     assert Home.open(str(tmp_path / "home")).numbers() == []
+
+
+def test_the_command_says_what_came_out(start: Night, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when `eyas nightly` ends without a word, --json is no object, or a mistake is a traceback."""
+    arrive(tmp_path, "monday", 1)
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "target": {"model": str(tmp_path / "target")},
+        "data": {"source": str(tmp_path / "logs/*.jsonl"), "heldout_source": str(tmp_path / "fixed.jsonl")},
+        "train": {"device": "cpu"},
+    }
+    recipe.write_text(json.dumps(values))  # JSON is YAML
+    home = str(tmp_path / "home")
+    with pytest.raises(SystemExit) as exit_:
+        main(["nightly", str(recipe), "--home", home, "--json"])
+    assert not exit_.value.code
+    assert json.loads(capsys.readouterr().out)["outcome"] == "nothing_to_do"
+    with pytest.raises(SystemExit):
+        main(["nightly", str(recipe), "--home", home])
+    last = capsys.readouterr().out.splitlines()
+    assert last[0].startswith("* 40 new conversations are fewer than nightly.min_new=100")
+    assert last[-1] == "no night: nothing to do"
+    for arguments in (["champion", "show", home], ["nightly", str(recipe), "--set", "nightly.replay=2"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 2
+        assert capsys.readouterr().err.count("error: ") == 1
 
 
 def test_importing_the_flow_imports_no_torch() -> None:

@@ -88,6 +88,7 @@ def expand(source: str) -> list[str]:
     """The files of a glob on any fsspec URL, sorted. Raises InputError when there is none."""
     try:
         file_system, path = fsspec.core.url_to_fs(source)
+        file_system.invalidate_cache()  # a process may live for many nights
         found = sorted(file_system.glob(path))
         files = [name for name in found if not file_system.isdir(name)]
     except (OSError, ValueError, ImportError) as error:

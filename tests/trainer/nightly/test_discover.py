@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from storage.location import locate
 from tasks.trainer.champion import Champion
 from tasks.trainer.data.prepared import prompt_id
 from tasks.trainer.data.read import read_conversations
@@ -244,6 +245,20 @@ def test_the_fixed_set_is_the_same_every_night_without_copies(make_config: MakeC
             end(home, found, promote=True)
     assert chosen[0] == chosen[1]
     assert len(chosen[0][1]) == 12
+
+
+def test_a_source_on_s3_is_read_and_what_comes_is_seen(s3: Any, make_config: MakeConfig) -> None:
+    """Red when a glob works on disks only, or a listing of yesterday is used today."""
+    place = locate(s3.new_url())
+    config = make_config(data={"source": f"{place.url}/chats/*/*.jsonl.gz"})
+    with Home.open(config.nightly.home).hold() as home:
+        for day in range(2):
+            lines = "".join(json.dumps(line(number)) + "\n" for number in range(day * 60, day * 60 + 60))
+            place.write_bytes(f"chats/{day}/a.jsonl.gz", gzip.compress(lines.encode()))
+            found = discover(config, home)
+            assert found.plan is not None
+            assert (found.plan.counts["files"], found.plan.counts["new"]) == (day + 1, 60)
+            end(home, found, promote=True)
 
 
 def test_mistakes_name_the_way_out(make_config: MakeConfig, tmp_path: Path) -> None:
