@@ -32,8 +32,11 @@ Rows = slice | Tensor
 """Rows of a tensor, in order: a range, or an int64 index on the tensor's device."""
 
 # What a cuDNN call more costs, forward and backward, in pairs: launches and the merge of its part take about 0.2 ms on
-# an H200, in which cuDNN computes 2^21 pairs of 32 heads (16,384 rows: 134M pairs in 12.6 ms).
+# an H200, in which cuDNN computes 2^21 pairs of 32 heads of 128 (16,384 rows: 134M pairs in 12.6 ms). Smaller models
+# compute more pairs in that time (`_scaled`): theirs are fewer calls, and fewer shapes for cuDNN to prepare.
 CUDNN_CALL_PAIRS = 2**21
+WIDTH = 32 * 128
+"""Query heads x head dim that the costs are of."""
 # flash takes about twice cuDNN's time a pair (23.9 ms for the same), and is one call for all documents.
 FLASH_SLOWDOWN = 2
 # What gathering a row of a batch costs, forward and backward: some 90 kB of traffic (32 query, 8 key heads of 128), by
@@ -177,9 +180,15 @@ def _start(span: Span) -> int:
     return span[0].start
 
 
-def join_runs(runs: Sequence[Run]) -> list[Span]:
-    """Spans: a run joins the one before it where that costs less than computing both."""
+def _scaled(pairs: int, width: int) -> int:
+    """A cost that is no computation, in pairs of `width` = H Dh."""
+    return pairs * WIDTH // width
+
+
+def join_runs(runs: Sequence[Run], *, width: int = WIDTH) -> list[Span]:
+    """Spans: a run joins the one before it where that costs less than computing both. width: H Dh."""
     spans: list[Span] = []
+    call_pairs, join_pairs = _scaled(CUDNN_CALL_PAIRS, width), _scaled(JOIN_PAIRS, width)
     # Short spans of several documents share a flash call, so a call saved in one document saves its share only.
     num_documents = max(1, sum(1 for _ in groupby(runs, key=lambda run: run.document)))
     for run in runs:
@@ -187,7 +196,7 @@ def join_runs(runs: Sequence[Run]) -> list[Span]:
             joined = (*spans[-1], run)
             pairs = _span_pairs(joined)
             extra = pairs - _span_pairs(spans[-1]) - _span_pairs((run,))
-            if extra <= (JOIN_PAIRS if pairs >= CUDNN_CALL_PAIRS else JOIN_PAIRS // num_documents):
+            if extra <= (join_pairs if pairs >= call_pairs else join_pairs // num_documents):
                 spans[-1] = joined
                 continue
         spans.append((run,))
@@ -207,8 +216,9 @@ def _rounded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _batches(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans of one prefix, longest first, in batches that are all computed at the size of their first."""
+def _batches(spans: Sequence[Span], call_pairs: int) -> list[list[Span]]:
+    """Spans of one prefix, longest first, in batches that are all computed at the size of their first, which may waste
+    as many pairs as a call costs."""
     batches: list[list[Span]] = []
 
     def order(span: Span) -> tuple[int, int, int]:
@@ -219,7 +229,7 @@ def _batches(spans: Sequence[Span]) -> list[list[Span]]:
     for span in sorted(spans, key=order):
         _, own_size, own_prefix = _square(span)
         more = (size * size - own_size * own_size) // 2 + (size - own_size) * own_prefix
-        if own_prefix == prefix and waste + more <= CUDNN_CALL_PAIRS:
+        if own_prefix == prefix and waste + more <= call_pairs:
             batches[-1].append(span)
             waste += more
         else:
@@ -229,21 +239,22 @@ def _batches(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def plan_calls(
-    runs: Sequence[Run], num_keys: int, device: torch.device, use_cudnn: bool
+    runs: Sequence[Run], num_keys: int, device: torch.device, use_cudnn: bool, *, width: int = WIDTH
 ) -> list[CudnnCall | FlashCall]:
-    """The calls that compute the base block of all runs, each active row in exactly one of them."""
-    spans = join_runs(runs)
+    """The calls that compute the base block of all runs, each active row in exactly one of them. width: H Dh."""
+    spans = join_runs(runs, width=width)
+    call_pairs = _scaled(CUDNN_CALL_PAIRS, width)
     calls: list[CudnnCall | FlashCall] = []
     for_flash = spans
     if use_cudnn:
         for_flash = []
-        for batch in _batches(spans):
+        for batch in _batches(spans, call_pairs):
             _, size, prefix = _square(batch[0])
             batch.sort(key=_start)
             padded = len(batch) * (size * size // 2 + size * prefix)
             if len(batch) > 1 and not _follow_one_another(batch, size):
                 padded += len(batch) * size * GATHER_PAIRS
-            if padded + CUDNN_CALL_PAIRS <= FLASH_SLOWDOWN * sum(_span_pairs(span) for span in batch):
+            if padded + call_pairs <= FLASH_SLOWDOWN * sum(_span_pairs(span) for span in batch):
                 calls.append(_cudnn_call(batch, size, num_keys, num_active_rows(runs), device))
             else:
                 for_flash += batch

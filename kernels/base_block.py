@@ -101,12 +101,13 @@ def plan_base_block(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    num_heads: int,
 ) -> BasePlan:
-    """The plan for these inputs. `row_blocks` is logged once a reason."""
+    """The plan for these inputs; num_heads: of queries. `row_blocks` is logged once a reason."""
     kernel, why = base_block_kernel(device, dtype, head_dim)
     if kernel == "row_blocks":
         _log_fallback_once(why)
-    return _cached_plan(document_lengths, query_runs, device, kernel)
+    return _cached_plan(document_lengths, query_runs, device, kernel, num_heads * head_dim)
 
 
 @functools.lru_cache(maxsize=16)
@@ -115,13 +116,14 @@ def _cached_plan(
     query_runs: tuple[tuple[int, int], ...] | None,
     device: torch.device,
     kernel: str,
+    width: int,
 ) -> BasePlan:
     """Cached, or each of the K steps would copy the index tensors from the host."""
     runs = cached_runs(document_lengths, query_runs)
     calls: tuple[CudnnCall | FlashCall, ...] = ()
     if kernel in ("cudnn", "flash"):
         with torch.inference_mode(False):  # inference tensors in the cache could not be used in a later training step
-            calls = tuple(plan_calls(runs, sum(document_lengths), device, kernel == "cudnn"))
+            calls = tuple(plan_calls(runs, sum(document_lengths), device, kernel == "cudnn", width=width))
     return BasePlan(kernel, runs, calls, keys_are_shared(runs))
 
 

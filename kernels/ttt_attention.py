@@ -184,7 +184,7 @@ class _FusedTTTAttention(torch.autograd.Function):
     ) -> Tensor:
         query, base_key, base_value, *step_rows = (_loadable(rows) for rows in tensors)
         keys, values = step_rows[:num_steps], step_rows[num_steps:]
-        plan = plan_base_block(document_lengths, query_runs, query.device, query.dtype, query.shape[-1])
+        plan = plan_base_block(document_lengths, query_runs, query.device, query.dtype, query.shape[-1], query.shape[1])
         if plan.num_active:
             segments = base_block_forward(query, base_key, base_value, plan, scale)
             out, lse = merge(segments, query, keys, values, scale)

@@ -50,7 +50,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cuda: t
 
 
 def kinds(layout: Layout, head_dim: int) -> set[type]:
-    plan = base_block.plan_base_block(*layout, torch.device("cuda"), torch.bfloat16, head_dim)
+    plan = base_block.plan_base_block(*layout, torch.device("cuda"), torch.bfloat16, head_dim, 4096 // head_dim)
     return {type(call) for call in plan.calls}
 
 
@@ -84,7 +84,7 @@ def test_dummy_rows_give_no_gradient(layout: Layout, head_dim: int, use: str) ->
     """A dummy row's log-sum-exp is +inf; here all rows' are. Red when a kernel's p = exp(score - inf) is not 0."""
     unroll = Unroll(layout, (8, 2, head_dim), 1, torch.bfloat16, "cuda")
     query, key, value = unroll.rows[0]
-    plan = base_block.plan_base_block(*layout, query.device, query.dtype, head_dim)
+    plan = base_block.plan_base_block(*layout, query.device, query.dtype, head_dim, 8)
     lse = torch.full((8, query.shape[0]), float("inf"), device=query.device)
     segments, *of_keys = base_block.base_block_backward(
         unroll.grads[0], query, key, value, query.clone(), lse, plan, head_dim**-0.5

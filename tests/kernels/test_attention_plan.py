@@ -289,9 +289,25 @@ def test_joining_runs() -> None:
     assert join_runs(two) == [(two[0],), (two[1],)]
 
 
+def test_small_models_make_fewer_calls() -> None:
+    """Red when a call costs a narrow draft as few pairs as a wide one: its launches then take longer than attention."""
+    lengths = (3500, 700, 400)
+    runs = active_runs(lengths, ((0, 3500), (3600, 4200), (4300, 4600)))
+
+    def kinds(width: int) -> list[type]:
+        return [type(call) for call in plan_calls(runs, sum(lengths), CPU, True, width=width)]
+
+    assert kinds(32 * 128) == [CudnnCall, FlashCall]
+    assert kinds(9 * 64) == [FlashCall]
+    far = [Run(0, 0, 100, 0), Run(0, 20000, 20100, 100)]
+    assert len(join_runs(far)) == 2
+    near = [Run(0, 0, 100, 0), Run(0, 2900, 3000, 100)]
+    assert (len(join_runs(near)), len(join_runs(near, width=9 * 64))) == (2, 1)
+
+
 def test_a_plan_is_made_once_and_after_inference_mode(kernels: Kernels) -> None:
     """Red when every step copies index tensors to the device, or those of inference mode poison a training step."""
-    arguments = ((300, 5000), ((4, 6), (9, 20), (3000, 3100)), CPU, torch.bfloat16, 64)
+    arguments = ((300, 5000), ((4, 6), (9, 20), (3000, 3100)), CPU, torch.bfloat16, 64, 8)
     with torch.inference_mode():
         first = base_block.plan_base_block(*arguments)
     assert base_block.plan_base_block(*arguments) is first
