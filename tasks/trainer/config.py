@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tasks.trainer.config_evaluate import Evaluate
 from tasks.trainer.config_schema import limits_beside
 from tasks.trainer.config_states import Auto, HiddenStates, Offline, Online, stored_encoding
 from tasks.trainer.config_train import DType, Train
@@ -193,33 +194,6 @@ class Draft(_Group):
                 "adds to, so the draft would not start as that layer; use start=random"
             )
         return self
-
-
-class Evaluate(_Group):
-    """Acceptance measured by real speculative decoding on held-out prompts."""
-
-    num_prompts: int = Field(64, ge=2, title="Prompts", description="Held-out prompts decoded.")
-    max_new_tokens: int = Field(
-        128, ge=9, title="Longest answer (tokens)", description="Where the decoding of a prompt stops."
-    )
-    draft_tokens: int = Field(
-        4, ge=1, le=32, title="Draft length", description="Tokens drafted in a chain before the target verifies."
-    )
-    dtype: DType = Field(
-        "auto",
-        title="Data type",
-        description="Type the target decodes in. float32 proves losslessness token for token.",
-    )
-    tie_margin: float = Field(
-        0.25,
-        gt=0.0,
-        title="Tie margin",
-        description="For bfloat16 targets: how far below the maximum logit an emitted token may lie.",
-    )
-    bootstrap_samples: int = Field(
-        2000, ge=100, title="Bootstrap samples", description="Resamplings of the prompts, for the intervals."
-    )
-    seed: int = Field(0, ge=0, title="Seed", description="Of the bootstrap.")
 
 
 class RunConfig(_Group):
