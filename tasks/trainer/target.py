@@ -284,6 +284,38 @@ class Target:
         aux_hidden = torch.cat([collected[layer][0] for layer in self.aux_layer_ids], dim=-1)
         return output.logits[0], aux_hidden
 
+    @torch.no_grad()
+    def prefill(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
+        """The forward over one prompt, int64 [1, P]. Returns logits [1, V] of its last token, aux_hidden [P, 3D].
+
+        The head runs on the last token alone: a long prompt's logits are larger than its cache.
+        """
+        last, aux_hidden = self._decode(token_ids, cache)
+        logits: Tensor = self.model.get_output_embeddings()(last[:, -1])
+        return logits, aux_hidden[0]
+
+    @torch.no_grad()
+    def forward_rows(
+        self, token_ids: Tensor, cache: DynamicCache, *, position_ids: Tensor, attention_mask: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Decode n more tokens of each of B sequences, with positions and a mask of the caller's.
+
+        token_ids, position_ids int64 [B, n]; attention_mask [B, 1, n, W], added to the scores, or one by layer type.
+        Returns logits [B, n, V], aux_hidden [B, n, 3D].
+        """
+        last, aux_hidden = self._decode(token_ids, cache, position_ids=position_ids, attention_mask=attention_mask)
+        logits: Tensor = self.model.get_output_embeddings()(last)
+        return logits, aux_hidden
+
+    def _decode(self, token_ids: Tensor, cache: DynamicCache, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """last_hidden [B, n, D] and aux_hidden [B, n, 3D] of a forward that appends to `cache`."""
+        with self._collect() as collected:
+            output = self._decoder(
+                input_ids=token_ids.to(self.device), use_cache=True, **{self._cache_argument: cache}, **arguments
+            )
+        aux_hidden = torch.cat([collected[layer] for layer in self.aux_layer_ids], dim=-1)
+        return output.last_hidden_state, aux_hidden
+
     @contextmanager
     def _collect(self) -> Iterator[dict[int, Tensor]]:
         """The outputs [1, n, D] of the auxiliary layers of one forward, by layer."""
