@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_conversations, write_target
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, wait_for
 
 
 def predictable(target: Path) -> Path:
@@ -33,7 +33,8 @@ def test_the_next_night_is_scheduled(server: Server) -> None:
     expected = now.replace(hour=2, minute=0, second=0, microsecond=0)
     expected += timedelta(days=1) if expected <= now else timedelta(0)
     query = {"deployments": {"id": {"any_": [deployment["id"]]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 1}
-    runs = server.call("/flow_runs/filter", query)
+    # The server's scheduler comes by once a minute.
+    runs = wait_for(lambda: server.call("/flow_runs/filter", query), 120, "a scheduled night")
     assert datetime.fromisoformat(runs[0]["expected_start_time"]) == expected
 
 
@@ -65,7 +66,7 @@ def test_a_night_promotes_and_the_next_one_has_nothing_to_do(server: Server, tmp
     artifacts = server.call("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [night, again]}}})
     reports = {each["flow_run_id"]: each["data"] for each in artifacts if each["key"] == "nightly-report"}
     assert set(reports) == {night, again}
-    assert "nothing new" in reports[again]
+    assert "Nothing new" in reports[again]
     events = {"filter": {"event": {"name": ["draft.promoted"]}}}
     promoted = server.call("/events/filter", events)["events"]
     assert len([event for event in promoted if str(tmp_path) in json.dumps(event)]) == 1
