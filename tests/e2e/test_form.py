@@ -125,5 +125,5 @@ def test_a_value_out_of_range_is_refused_where_it_stands(page: Page, server: Ser
     said = page.get_by_text("hidden_states.prefetch_gb")
     expect(said.first).to_be_visible()
     assert "-1 is less than or equal to the minimum of 0" in page.inner_text("body")
-    page.wait_for_timeout(800)  # the message glides in
+    page.wait_for_timeout(1500)  # the message glides in
     page.screenshot(path=OUTPUT / "refused-by-the-server.png")
