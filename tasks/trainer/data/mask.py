@@ -11,7 +11,9 @@ Which characters are the target's own is read off the template, never off hard-c
         supervised                                                                      ^^^^^^^^^^^
 
   Both must be prefixes of the whole rendering. A template that rewrites earlier turns (strips their reasoning, say)
-  breaks that: what it shows of the earlier answer is not what the target said there, and the conversation is refused.
+  breaks that: what it shows of the earlier answer is not what the target said there. Such a conversation becomes one
+  row for each answer, rendered up to it, as the target was asked and answered: the price is that the turns before it
+  are in every row. Where even that is not stable, the conversation is refused.
 
 The whole text is tokenised once, as the target sees it, and characters become tokens by their offsets:
 
@@ -22,14 +24,19 @@ The whole text is tokenised once, as the target sees it, and characters become t
 * A token that straddles an edge of a span is not supervised: it carries text that the target did not write.
 
 The price: a conversation of n answers is rendered 2n + 1 times (n + 1 more for answers without an end-of-turn token).
+
+A text that went through the template already has no messages to render: its answers lie between the template's own
+header of an answer and the next end-of-turn token. Token ids with a mask are taken as they are.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
@@ -37,11 +44,16 @@ import numpy.typing as npt
 from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tasks.trainer.data.read import Conversation, Message
+from tasks.trainer.data.conversation import Conversation, Message
 from tasks.trainer.errors import InputError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 _STAND_IN = "Eyas0stands0in"  # letters and digits only: no template strips, splits or escapes them
+_REWRITES = "template_rewrites_history"
+
+Supervise = Literal["all", "last"]
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""token_ids int32 [T], loss_mask bool [T]."""
 
 
 class RefusedConversationError(Exception):
@@ -99,46 +111,97 @@ class ChatRenderer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: str | None = None) -> list[int]:
         """Token ids of `messages` and the generation prompt: what the target is asked to continue.
+
+        tools: what it may call, a JSON list as text.
 
         Raises:
             RefusedConversationError: the template does not take these messages.
         """
-        ids: list[int] = self._backend.encode(self._text(messages, prompt=True), add_special_tokens=False).ids
+        text = self._text(messages, prompt=True, tools=tools)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def render(self, conversation: Conversation) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Render the whole conversation.
+    def rows(self, conversation: Conversation, *, supervise: Supervise = "all") -> list[Row]:
+        """What is trained on of a conversation: one row, or one for each answer where the template rewrites history.
+
+        supervise: every answer, or the last one alone.
+
+        Raises:
+            RefusedConversationError: as `render`; `system_role_refused` when only the system message is in the way;
+                for preformatted text `no_answer_header` and `answer_not_found`.
+        """
+        if conversation.token_ids is not None and conversation.loss_mask is not None:
+            mask = np.array(conversation.loss_mask, dtype=np.bool_)
+            if supervise == "last" and mask.any():
+                stop = int(np.flatnonzero(mask)[-1]) + 1
+                gaps = np.flatnonzero(~mask[:stop])
+                mask[: int(gaps[-1]) if len(gaps) else 0] = False
+            return [(np.array(conversation.token_ids, dtype=np.int32), mask)]
+        if conversation.text is not None:
+            return [self._preformatted(conversation.text, supervise)]
+        messages, tools = conversation.messages, conversation.tools
+        answers = self._answers(messages)
+        wanted = answers[-1:] if supervise == "last" else answers
+        try:
+            return [self._row(messages, wanted, tools)]
+        except RefusedConversationError as refused:
+            if refused.reason == "template_refused" and messages[0].role == "system":
+                self._text(messages[1:], tools=tools)  # refused as well: the system message is not what is in the way
+                raise RefusedConversationError("system_role_refused") from None
+            if refused.reason != _REWRITES:
+                raise
+        return [self._row(messages[: i + 1], [i], tools) for i in wanted]
+
+    def render(self, conversation: Conversation) -> Row:
+        """Render a whole conversation of messages into one row.
 
         Returns:
             token_ids int32 [T] and loss_mask bool [T]: true on the answers' tokens, each with its end-of-turn token.
 
         Raises:
             RefusedConversationError: `template_refused`, `template_rewrites_history`, `starts_with_answer`,
-                `empty_answer`, `end_of_turn_inside_answer`, `answer_not_found`.
+                `empty_answer`, `end_of_turn_inside_answer`, `answer_not_found`, `reasoning_not_rendered`,
+                `tool_call_not_rendered`.
         """
-        messages = conversation.messages
+        return self._row(conversation.messages, self._answers(conversation.messages), conversation.tools)
+
+    def _answers(self, messages: Sequence[Message]) -> list[int]:
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if answers and answers[0] == 0:
             raise RefusedConversationError("starts_with_answer")
         for i in answers:
-            if not messages[i].content.strip():
+            message = messages[i]
+            calls = [call.name + call.arguments for call in message.tool_calls]
+            said = "\n".join((message.reasoning or "", message.content, *calls))
+            if not said.strip():
                 raise RefusedConversationError("empty_answer")
             # The target stops at its end-of-turn token, so it can never have said what follows one.
-            if any(text in messages[i].content for text in self._eos_texts):
+            if any(text in said for text in self._eos_texts):
                 raise RefusedConversationError("end_of_turn_inside_answer")
-        text = self._text(messages)
+        return answers
+
+    def _encode(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Token ids, and offsets [T, 2]: first character, one past the last; the pieces of one character all carry
+        its offsets."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        # [T, 2]: first character, one past the last; the pieces of one character all carry its offsets.
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        tagged = self._tagged_spans(messages, answers, text, ids, offsets) if self._has_tags else None
-        spans = tagged or [self._span_by_prefixes(messages, i, text, ids, offsets) for i in answers]
+        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _row(self, messages: Sequence[Message], answers: Sequence[int], tools: str | None) -> Row:
+        """All messages as one row, with these answers supervised."""
+        text = self._text(messages, tools=tools)
+        ids, offsets = self._encode(text)
+        tagged = self._tagged_spans(messages, answers, text, ids, offsets, tools) if self._has_tags else None
+        spans = tagged or [self._span_by_prefixes(messages, i, text, ids, offsets, tools) for i in answers]
         mask = np.zeros(len(ids), dtype=np.bool_)
         for i, (start, stop, end_of_turn) in zip(answers, spans, strict=True):
+            missing = _missing(messages[i], text[start:stop])
+            if missing is not None:
+                # Only the last answer shows what a template does to an answer that is no history yet.
+                raise RefusedConversationError(missing if i == len(messages) - 1 else _REWRITES)
             if messages[i].finish_reason == "length" or end_of_turn is None:
-                stop = self._content_end(messages, i, text)
+                stop = self._content_end(messages, i, text, tools)
                 mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
             else:
                 first = int(np.searchsorted(offsets[:, 0], start, side="left"))
@@ -152,6 +215,7 @@ class ChatRenderer:
         text: str,
         ids: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
+        tools: str | None,
     ) -> list[tuple[int, int, int | None]] | None:
         """(start, stop, token index of the end of the turn) of each answer by the tags; None when they do not serve.
 
@@ -159,15 +223,19 @@ class ChatRenderer:
         """
         _, (tags,) = render_jinja_template(
             conversations=[_dicts(messages)],
+            tools=json.loads(tools) if tools else None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **self.template_arguments},
         )
-        if len(tags) != len(answers):
+        every = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if len(tags) != len(every):
             return None
         spans: list[tuple[int, int, int | None]] = []
-        for i, (start, stop) in zip(answers, tags, strict=True):
-            if messages[i].content.strip() not in text[start:stop]:
+        for i, (start, stop) in zip(every, tags, strict=True):
+            if i not in answers:
+                continue
+            if messages[i].content.strip() not in text[start:stop] or _missing(messages[i], text[start:stop]):
                 return None
             end_of_turn = self._first_eos(ids, offsets, start, stop)
             if end_of_turn is None:
@@ -185,18 +253,19 @@ class ChatRenderer:
         text: str,
         ids: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
+        tools: str | None,
     ) -> tuple[int, int, int | None]:
         """(start, stop, token index of the end of the turn or None) of answer i, by rendering prefixes."""
-        before = self._text(messages[:i], prompt=True)
+        before = self._text(messages[:i], prompt=True, tools=tools)
         if not text.startswith(before):
-            raise RefusedConversationError("template_rewrites_history")
-        through = self._text(messages[: i + 1])
+            raise RefusedConversationError(_REWRITES)
+        through = self._text(messages[: i + 1], tools=tools)
         stop = _common_prefix(through, text)
         end_of_turn = self._first_eos(ids, offsets, len(before), stop)
         # Some templates close a finished conversation with one more token, which the longer one does not have there.
         # That is harmless when both agree through the end of the turn; any other difference rewrote the answer.
         if stop < len(through) and end_of_turn is None:
-            raise RefusedConversationError("template_rewrites_history")
+            raise RefusedConversationError(_REWRITES)
         return len(before), stop, end_of_turn
 
     def _first_eos(
@@ -206,43 +275,102 @@ class ChatRenderer:
         found = np.flatnonzero(inside)
         return int(found[0]) if len(found) else None
 
-    def _content_end(self, messages: Sequence[Message], i: int, text: str) -> int:
+    def _preformatted(self, text: str, supervise: Supervise) -> Row:
+        """A text that the template made: each answer lies between an answer's header and the end of its turn."""
+        asked = self._text([Message("user", _STAND_IN)], prompt=True)
+        closed = self._text([Message("user", _STAND_IN)])
+        header = asked[len(closed) :] if asked.startswith(closed) else ""
+        if not header.strip():  # no generation prompt: what follows the question stands for it
+            header = asked.partition(_STAND_IN)[2]
+        starts = [found.end() for found in re.finditer(re.escape(header), text)] if header.strip() else []
+        if not starts:
+            raise RefusedConversationError("no_answer_header")
+        bos = self.tokenizer.bos_token
+        if bos and asked.startswith(bos) and not text.startswith(bos):
+            text, starts = bos + text, [start + len(bos) for start in starts]  # what the target is served begins so
+        ids, offsets = self._encode(text)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        for number, start in enumerate(starts):
+            if supervise == "last" and number < len(starts) - 1:
+                continue
+            stop = starts[number + 1] if number + 1 < len(starts) else len(text)
+            end_of_turn = self._first_eos(ids, offsets, start, stop)
+            if end_of_turn is None and stop < len(text):
+                raise RefusedConversationError("answer_not_found")
+            first = int(np.searchsorted(offsets[:, 0], start, side="left"))
+            mask[first : len(ids) if end_of_turn is None else end_of_turn + 1] = True
+        return ids, mask
+
+    def _content_end(self, messages: Sequence[Message], i: int, text: str, tools: str | None) -> int:
         """The character after answer i's content in `text`.
 
         Searching for the content would find "end" in "<|im_end|>". Instead another text stands in for it: what
         surrounds the stand-in surrounds the content, even when the template strips its white space.
         """
-        stand_in = [*messages[:i], Message("assistant", _STAND_IN), *messages[i + 1 :]]
-        head, found, tail = self._text(stand_in).partition(_STAND_IN)
+        if messages[i].tool_calls:
+            raise RefusedConversationError("answer_not_found")  # what ends it is written by the template
+        stand_in = [*messages[:i], replace(messages[i], content=_STAND_IN), *messages[i + 1 :]]
+        head, found, tail = self._text(stand_in, tools=tools).partition(_STAND_IN)
         content = text[len(head) : len(text) - len(tail)]
         same = found and text.startswith(head) and text.endswith(tail) and _STAND_IN not in tail
         if not same or content.strip() != messages[i].content.strip():
             raise RefusedConversationError("answer_not_found")
         return len(head) + len(content)
 
-    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], *, prompt: bool = False, tools: str | None = None) -> str:
         try:
-            return self._render(messages, prompt=prompt)
+            return self._render(messages, prompt=prompt, tools=tools)
         except (jinja2.TemplateError, TypeError, ValueError):
             # Its message may quote the conversation; the reason is all that is kept.
             raise RefusedConversationError("template_refused") from None
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], *, prompt: bool = False, tools: str | None = None) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            _dicts(messages), tokenize=False, add_generation_prompt=prompt, **self.template_arguments
+            _dicts(messages),
+            tools=json.loads(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **self.template_arguments,
         )
         return text
 
 
-def render(
-    tokenizer: Any, conversation: Conversation, eos_token_ids: Sequence[int]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+def render(tokenizer: Any, conversation: Conversation, eos_token_ids: Sequence[int]) -> Row:
     """`ChatRenderer(tokenizer, eos_token_ids).render(conversation)`, for one conversation."""
     return ChatRenderer(tokenizer, eos_token_ids).render(conversation)
 
 
-def _dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [as_dict(message) for message in messages]
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates and servers take it: OpenAI's form, with arguments as objects."""
+    given: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    if message.tool_calls:
+        given["tool_calls"] = [
+            {
+                **({"id": call.id} if call.id else {}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    for key in ("name", "tool_call_id"):
+        if getattr(message, key) is not None:
+            given[key] = getattr(message, key)
+    return given
+
+
+def _missing(message: Message, shown: str) -> str | None:
+    """The reason to refuse an answer of which the template shows only a part; None when it shows all."""
+    if message.reasoning and message.reasoning.strip() not in shown:
+        return "reasoning_not_rendered"
+    if any(call.name not in shown for call in message.tool_calls):
+        return "tool_call_not_rendered"
+    return None
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -5,13 +5,18 @@ opening, several processes share the pages, and any tool can read them; there is
 8 * D for the target's states). The receipt comes last and holds every file's checksum: a folder without it, or with
 one that does not match, is refused, which costs one pass over the files at opening.
 
+Where each sample is from lies beside them, a line a sample (samples.jsonl): file and place, domain, who answered, and
+no text. Samples are written as they come, so that memory holds a few bytes for each, not its tokens.
+
 Token files hold users' text as surely as the conversations do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +25,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tasks.trainer.data.mask import ChatRenderer, RefusedConversationError
-from tasks.trainer.data.read import Conversation, Refusals
+from tasks.trainer.data.conversation import Conversation, Refusals
+from tasks.trainer.data.mask import ChatRenderer, Supervise
+from tasks.trainer.data.rendering import Rendered, render_all
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import digest, read_json, sync_file, sync_folder, write_json
 
 FORMAT = 1
 RECEIPT = "receipt.json"
+PROVENANCE = "samples.jsonl"
 _ARRAYS = {
     "token_ids": np.dtype(np.int32),  # [sum of T]
     "loss_mask": np.dtype(np.bool_),  # [sum of T]
@@ -37,13 +44,15 @@ _ARRAYS = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSample:
-    """sample_id 32 hex characters; token_ids int32 [T]; loss_mask bool [T]. domain: of a sample just made (read.py);
-    prepared data do not keep it."""
+    """sample_id 32 hex characters; token_ids int32 [T]; loss_mask bool [T]. domain (conversation.py),
+    where it is from and who answered: of a sample just made; prepared data keep them in samples.jsonl only."""
 
     sample_id: str
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     domain: str = ""
+    where: str = ""
+    answered_by: str | None = None
 
 
 def sample_id(token_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_]) -> str:
@@ -59,12 +68,12 @@ def sample_id(token_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_]
 
 def prompt_id(conversation: Conversation) -> str:
     """32 hex characters of everything before the first answer: what stays when the answers are regenerated."""
-    prompt = []
-    for message in conversation.messages:
-        if message.role == "assistant":
-            break
-        prompt.append([message.role, message.content])
-    return hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(conversation.prompt_identity.encode(), digest_size=16).hexdigest()
+
+
+def is_held_out(conversation: Conversation, fraction: float) -> bool:
+    """Whether it is among the about `fraction` of the prompts that are held out: its prompt's hash alone decides."""
+    return int(prompt_id(conversation), 16) < fraction * 2.0**128
 
 
 def split(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
@@ -79,14 +88,19 @@ def split(conversations: Sequence[Conversation], fraction: float) -> tuple[list[
     assert 0.0 <= fraction < 1.0
     sides: tuple[list[Conversation], list[Conversation]] = ([], [])
     for conversation in conversations:
-        sides[int(int(prompt_id(conversation), 16) < fraction * 2.0**128)].append(conversation)
-    if fraction and not all(sides):
-        side = "training" if sides[1] else "held-out"
+        sides[int(is_held_out(conversation, fraction))].append(conversation)
+    check_sides(len(sides[0]), len(sides[1]), fraction)
+    return sides
+
+
+def check_sides(num_training: int, num_heldout: int, fraction: float) -> None:
+    """Raises InputError when one side is empty although `fraction` is not 0."""
+    if fraction and not (num_training and num_heldout):
+        side = "training" if num_heldout else "held-out"
         raise InputError(
-            f"data.heldout_fraction={fraction} of {len(conversations)} conversations leaves no {side} one: "
+            f"data.heldout_fraction={fraction} of {num_training + num_heldout} conversations leaves no {side} one: "
             "change it or give data.heldout_source"
         )
-    return sides
 
 
 def make_samples(
@@ -97,6 +111,8 @@ def make_samples(
     on_long: Literal["cut", "refuse"] = "cut",
     pack_tokens: int | None = None,
     long_documents: Literal["alone", "cut", "refuse"] = "alone",
+    supervise: Supervise = "all",
+    workers: int | Literal["auto"] = 1,
     refusals: Refusals,
 ) -> Iterator[PreparedSample]:
     """Render and cut; what does not become a sample, or is cut, is counted in `refusals` with its place.
@@ -109,15 +125,13 @@ def make_samples(
     Args:
         max_tokens: on_long says what to do with longer ones. None: no limit.
         pack_tokens: long_documents says what to do with what is longer even so.
+        supervise: all answers, or each conversation's last.
+        workers: processes that render (rendering.py).
         refusals: receives the counts, and the supervised tokens that cutting lost.
     """
     seen: set[str] = set()
-    for conversation in conversations:
-        try:
-            token_ids, loss_mask = renderer.render(conversation)
-        except RefusedConversationError as refused:
-            refusals.add(refused.reason, conversation.where)
-            continue
+    rendered = render_all(renderer, conversations, supervise=supervise, workers=workers)
+    for conversation, token_ids, loss_mask in _rows(rendered, refusals):
         length, cut, reason = len(token_ids), None, None
         if max_tokens is not None and length > max_tokens:
             length, cut = max_tokens, "cut_too_long"
@@ -144,7 +158,23 @@ def make_samples(
             refusals.add(cut, conversation.where)
             refusals.supervised_cut += supervised - int(loss_mask.sum())
         seen.add(identity)
-        yield PreparedSample(identity, token_ids, loss_mask, conversation.domain)
+        yield PreparedSample(
+            identity, token_ids, loss_mask, conversation.domain, conversation.where, conversation.answered_by
+        )
+
+
+def _rows(
+    rendered: Iterable[Rendered], refusals: Refusals
+) -> Iterator[tuple[Conversation, npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
+    """The rows of each conversation; what has none is counted."""
+    for conversation, rows in rendered:
+        if isinstance(rows, str):
+            refusals.add(rows, conversation.where)
+            continue
+        if not rows:  # its template rewrites history, and there is no answer
+            refusals.add("nothing_supervised", conversation.where)
+        for token_ids, loss_mask in rows:
+            yield conversation, token_ids, loss_mask
 
 
 class PreparedData(Sequence[PreparedSample]):
@@ -177,36 +207,61 @@ class PreparedData(Sequence[PreparedSample]):
             InputError: there is no sample, or the folder cannot be made.
         """
         folder, refusals = Path(folder), refusals or Refusals()
-        kept = list(samples)
-        if not kept:
+        stream = iter(samples)
+        first = next(stream, None)
+        if first is None:
             raise InputError(f"no conversation leaves a sample for {folder.name}; refused: {refusals.summary()}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RECEIPT).unlink(missing_ok=True)  # from here on the folder is incomplete, until the last line
         except OSError as exc:
             raise InputError(f"{folder} cannot be written: {exc.strerror}; choose another run_dir") from None
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "token_ids": np.concatenate([sample.token_ids for sample in kept]),
-            "loss_mask": np.concatenate([sample.loss_mask for sample in kept]),
-            "offsets": np.cumsum([0, *(len(sample.token_ids) for sample in kept)], dtype=np.int64),
-            "sample_ids": np.array([sample.sample_id.encode() for sample in kept], dtype="S32"),
-        }
+        lengths, identities, num_supervised = [0], [], 0
+        bodies = {name: folder / f".{name}.part" for name in ("token_ids", "loss_mask")}
+        with (
+            bodies["token_ids"].open("wb") as ids,
+            bodies["loss_mask"].open("wb") as masks,
+            (folder / f".{PROVENANCE}").open("w", encoding="utf-8") as provenance,
+        ):
+            for sample in itertools.chain((first,), stream):
+                ids.write(np.ascontiguousarray(sample.token_ids, dtype=_ARRAYS["token_ids"]).data)
+                masks.write(np.ascontiguousarray(sample.loss_mask, dtype=_ARRAYS["loss_mask"]).data)
+                lengths.append(len(sample.token_ids))
+                identities.append(sample.sample_id.encode())
+                num_supervised += int(sample.loss_mask.sum())
+                answers = json.loads(sample.answered_by) if sample.answered_by else None
+                told = {"sample_id": sample.sample_id, "from": sample.where, "domain": sample.domain}
+                provenance.write(json.dumps(told | {"answers": answers}) + "\n")
+        offsets = np.cumsum(lengths, dtype=np.int64)
+        sample_ids = np.array(identities, dtype="S32")
+        small: dict[str, npt.NDArray[Any]] = {"offsets": offsets, "sample_ids": sample_ids}
         checksums = {}
         for name, dtype in _ARRAYS.items():
             path = folder / f"{name}.npy"
             scratch = folder / f".{name}.npy"
             with scratch.open("wb") as file:
-                np.save(file, arrays[name].astype(dtype, copy=False), allow_pickle=False)
+                if name in small:
+                    np.save(file, small[name].astype(dtype, copy=False), allow_pickle=False)
+                else:
+                    # The header says how long the array is, which is known only now.
+                    header = {"descr": dtype.str, "fortran_order": False, "shape": (int(offsets[-1]),)}
+                    np.lib.format.write_array_header_1_0(file, header)
+                    with bodies[name].open("rb") as body:
+                        shutil.copyfileobj(body, file, 1 << 20)
             sync_file(scratch)
             scratch.replace(path)
             checksums[name] = digest(path)
+        sync_file(folder / f".{PROVENANCE}")
+        (folder / f".{PROVENANCE}").replace(folder / PROVENANCE)
+        for path in bodies.values():
+            path.unlink()
         sync_folder(folder)
         receipt = {
             "format": FORMAT,
-            "num_samples": len(kept),
-            "num_tokens": int(arrays["offsets"][-1]),
-            "num_supervised": int(arrays["loss_mask"].sum()),
-            "data_hash": _data_hash(arrays["sample_ids"]),
+            "num_samples": len(identities),
+            "num_tokens": int(offsets[-1]),
+            "num_supervised": num_supervised,
+            "data_hash": _data_hash(sample_ids),
             "checksums": checksums,
             "refusals": asdict(refusals),
         }
@@ -252,8 +307,8 @@ class PreparedData(Sequence[PreparedSample]):
             self._sample_ids[index].decode(), self._token_ids[start:stop], self._loss_mask[start:stop]
         )
 
-    def count_supervised(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """How often each token id is supervised, int64 [vocab_size].
+    def count_supervised(self, vocab_size: int, *, every: bool = False) -> npt.NDArray[np.int64]:
+        """How often each token id is supervised, int64 [vocab_size]. every: how often it occurs at all.
 
         Raises:
             InputError: a token id outside the target's vocabulary: tokenizer and model do not belong together.
@@ -266,7 +321,8 @@ class PreparedData(Sequence[PreparedSample]):
                     f"token id {int(ids.max())} is outside the target's vocabulary of {vocab_size}: the tokenizer is "
                     "not this model's"
                 )
-            counts += np.bincount(ids[self._loss_mask[start : start + (1 << 22)]], minlength=vocab_size)
+            counted = ids if every else ids[self._loss_mask[start : start + (1 << 22)]]
+            counts += np.bincount(counted, minlength=vocab_size)
         return counts
 
 

@@ -64,7 +64,7 @@ BAD_LINES = {
     "invalid_json": (b'{"messages": ["' + SECRET.encode() + b'",,]}\n', "line 2: invalid JSON at column"),
     "truncated_last_line": (GOOD[:-20].encode(), "line 2: the last line .* looks truncated"),
     "not_utf8": (b'{"messages": "\xff"}\n', "line 2: not UTF-8"),
-    "no_messages": (json.dumps({"text": SECRET}).encode() + b"\n", "line 2: no `messages`"),
+    "no_messages": (json.dumps({"words": SECRET}).encode() + b"\n", "line 2: no `messages`"),
     "unknown_role": (
         json.dumps({"messages": [{"role": SECRET, "content": SECRET}]}).encode() + b"\n",
         "line 2: message 1 of `messages` has no known role",
@@ -108,12 +108,13 @@ def test_a_complete_last_line_needs_no_newline(tmp_path: Path) -> None:
 
 def test_faults_of_whole_files(tmp_path: Path) -> None:
     """Red when a missing, empty, non-file or half-compressed source passes, even with on_error="skip"."""
+    (tmp_path / "none").mkdir()
     cut = gzip.compress(GOOD.encode() * 100)[:-20]
     cases = {
         str(tmp_path / "missing.jsonl"): "does not exist",
         write(tmp_path / "empty.jsonl", ""): "is empty",
         write(tmp_path / "blank.jsonl", "\n \n"): "is empty",
-        str(tmp_path): "is not a file",
+        str(tmp_path / "none"): "is not a file, and as a folder",
         write(tmp_path / "cut.jsonl.gz", cut): "looks truncated",
         write(tmp_path / "fake.jsonl.gz", GOOD): "compression cannot be read",
         write(tmp_path / "none.jsonl", "{}\n"): "(no line of .* 1 no_messages|line 1: no `messages`)",
