@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,7 +82,18 @@ class Target(_Group):
 class Data(_Group):
     """Conversations: where they come from and how they are cut."""
 
-    source: str = Field(title="Source", description="JSONL file or fsspec URL with training conversations.")
+    source: str = Field(
+        title="Source",
+        description="Training conversations: a file (JSON Lines, JSON, Parquet, Arrow; gz, zst), a glob, or a folder of "
+        "such files, also one that datasets saved; any fsspec URL.",
+    )
+    more_sources: tuple[str, ...] = Field((), title="More sources", description="Trained on beside the source.")
+    weights: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
+        (),
+        title="Weights",
+        description="Shares of the conversations, the source first, then more_sources: as many as these shares allow are "
+        "drawn, none twice. Empty: all of all.",
+    )
     heldout_source: str | None = Field(
         None,
         title="Held-out source",
@@ -109,6 +121,20 @@ class Data(_Group):
     on_error: Literal["stop", "skip"] = Field(
         "stop", title="Bad records", description="stop at the first bad record, or skip and count it by reason."
     )
+    on_truncated: Literal["stop", "keep"] = Field(
+        "stop",
+        title="Truncated files",
+        description="stop at a file that ends in the middle of a record or of its compression, or keep its whole records.",
+    )
+    supervise: Literal["all", "last"] = Field(
+        "all", title="Supervise", description="Train on all answers of a conversation, or on its last one only."
+    )
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        title="Processes",
+        description="That render and tokenise; samples and their order do not depend on it. auto: one a processor, where "
+        "there are many conversations.",
+    )
     regenerate: bool = Field(
         False,
         title="Regenerate answers",
@@ -119,11 +145,28 @@ class Data(_Group):
         title="Regenerated answers",
         description="Local folder that keeps regenerated answers, shared between runs. Empty: in the run directory.",
     )
+    regenerate_servers: tuple[str, ...] = Field(
+        (),
+        title="Regeneration servers",
+        description="Base URLs of OpenAI-compatible servers of the target (SGLang, vLLM), http://127.0.0.1:30000/v1. "
+        "Empty: the target answers in the run itself. A key comes from OPENAI_API_KEY.",
+    )
+    regenerate_model: str | None = Field(
+        None, title="Model on the servers", description="Its name there. Empty: the one that each server lists."
+    )
     max_new_tokens: int = Field(
         512, ge=1, title="Longest answer (tokens)", description="Limit of a regenerated answer."
     )
-    batch_size: int = Field(32, ge=1, title="Regeneration batch", description="Prompts answered at once.")
+    batch_size: int = Field(
+        32, ge=1, title="Regeneration batch", description="Prompts answered at once (by each server)."
+    )
     temperature: float = Field(0.0, ge=0.0, le=2.0, title="Temperature", description="Of regeneration; 0 is greedy.")
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=2.0)], ...] = Field(
+        (),
+        title="Temperature mix",
+        description="In place of the temperature: each prompt draws one of these, [0, 0, 0.7] being greedy for two in "
+        "three.",
+    )
     seed: int = Field(0, ge=0, title="Seed", description="Seed of regeneration when it samples.")
     date_string: str = Field(
         "26 Jul 2024",
@@ -131,6 +174,34 @@ class Data(_Group):
         description="For chat templates that print today's date: a fixed one, so that tomorrow the same conversation "
         "still is the same sample.",
     )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All of them, in the order of weights."""
+        return (self.source, *self.more_sources)
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"weights={list(self.weights)} are {len(self.weights)} for {len(self.sources)} sources; give one for "
+                "source and one for each of more_sources, or none"
+            )
+        if self.temperatures and self.temperature:
+            raise ValueError(
+                f"temperature={self.temperature} and temperatures={list(self.temperatures)} are two ways to say it; "
+                "leave temperature out"
+            )
+        for url in self.regenerate_servers:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+                raise ValueError(
+                    f"regenerate_servers: the one on host {parts.hostname} is no plain http:// or https:// URL; write "
+                    "http://HOST:PORT/v1, and put a key in OPENAI_API_KEY"
+                )
+        if self.regenerate_servers and not self.regenerate:
+            raise ValueError("regenerate_servers are given but regenerate is false; set regenerate=true, or give none")
+        return self
 
 
 class Draft(_Group):
@@ -251,7 +322,8 @@ class RunConfig(_Group):
 # These keys do not change what is trained: a run may be continued with other values.
 _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
     "target": frozenset({"parallel"}),
-    "data": frozenset({"regenerate_dir"}),
+    # Who answers is not what is answered; which answers there are is in the prepared data, and so in what trains.
+    "data": frozenset({"regenerate_dir", "regenerate_servers", "workers"}),
     "train": frozenset(
         {
             "checkpoint_every",
@@ -269,6 +341,7 @@ _NOT_IDENTITY: Mapping[str, frozenset[str]] = {
             "evaluate_every",
             "evaluate_tokens",
             "export",
+            "export_layout",
             "max_grad_norm_ratio",
             "trackers",
             "tracker_project",

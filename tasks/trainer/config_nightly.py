@@ -123,6 +123,11 @@ class NightlyConfig(BaseModel):
             raise ValueError(
                 "data.heldout_source is missing: nights are judged on a fixed held-out set, give its JSONL file"
             )
+        if self.data.more_sources:
+            raise ValueError(
+                f"data.more_sources={list(self.data.more_sources)}: a night reads data.source alone; make it a glob that "
+                "matches all files"
+            )
         if self.data.heldout_fraction == 0.0 or self.data.heldout_fraction + self.nightly.recent_heldout >= 1.0:
             raise ValueError(
                 f"data.heldout_fraction={self.data.heldout_fraction} of the prompts choose the checkpoint and "

@@ -190,7 +190,9 @@ def _read_part(config: RunConfig, device: str) -> DataRows:
     from transformers import AutoTokenizer
 
     settings, folder = config.data, _folder(config, device)
-    conversations, _ = read_conversations([settings.source], on_error=settings.on_error)
+    conversations, _ = read_conversations(
+        settings.sources, on_error=settings.on_error, on_truncated=settings.on_truncated
+    )
     every = max(1, len(conversations) // SAMPLED)
     part = conversations[::every]
     if isinstance(folder, Path):
@@ -213,6 +215,7 @@ def _read_part(config: RunConfig, device: str) -> DataRows:
                 on_long=settings.on_long,
                 pack_tokens=config.train.pack_tokens,
                 long_documents=settings.long_documents,
+                supervise=settings.supervise,
                 refusals=Refusals(),
             )
         )

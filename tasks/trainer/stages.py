@@ -138,7 +138,10 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
     """A digest of everything that decides what a stage leaves; a receipt with the same one need not be made again."""
     values: dict[str, Any] = {"stage": stage}
     if stage == "prepare":
-        urls = [config.data.source, *([config.data.heldout_source] if config.data.heldout_source else [])]
+        from tasks.trainer.data.sources import expand_source
+
+        sources = [*config.data.sources, *([config.data.heldout_source] if config.data.heldout_source else [])]
+        urls = [url for source in sources for url in expand_source(source)]
         # Mode auto is decided from what is prepared here, and that stays the same.
         identity = {key: value for key, value in identity_fields(config).items() if key != "hidden_states"}
         values |= {"identity": identity, "sources": [digest_url(url) for url in urls]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,14 +75,22 @@ class Vocabulary:
         return vocabulary
 
 
-def build_vocabulary(counts: npt.NDArray[np.int64], size: int | None, special: Collection[int] = ()) -> Vocabulary:
+def build_vocabulary(
+    counts: npt.NDArray[np.int64],
+    size: int | None,
+    special: Collection[int] = (),
+    *,
+    occurrences: npt.NDArray[np.int64] | None = None,
+) -> Vocabulary:
     """Choose `size` (Vd) of the target's V tokens.
 
     First the `special` ones (the end-of-turn tokens at least: without them a draft can never propose an end), then by
-    falling count, equal counts (those never seen, too) by rising id. None or `size` >= V: all of them.
+    falling count; where answers hold fewer different tokens than `size`, the list is filled by falling `occurrences`,
+    then by rising id. Equal counts go by these two as well. None or `size` >= V: all of them.
 
     Args:
         counts: int64 [V], how often each token is supervised.
+        occurrences: int64 [V], how often each token occurs at all, prompts included.
 
     Raises:
         InputError: nothing was counted, `size` has no room for the special tokens, or one lies outside V.
@@ -99,12 +108,34 @@ def build_vocabulary(counts: npt.NDArray[np.int64], size: int | None, special: C
         raise InputError(f"draft.vocab_size={size} has no room for the {len(first)} special tokens: raise it")
     rank = counts.astype(np.int64)
     rank[first] = np.iinfo(np.int64).max
-    target_ids = np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int64)
+    then = np.zeros(num_target, dtype=np.int64) if occurrences is None else occurrences
+    order = np.lexsort((np.arange(num_target), -then, -rank))  # by the last key first
+    target_ids = np.sort(order[:size]).astype(np.int64)
     t2d = np.zeros(num_target, dtype=np.bool_)
     t2d[target_ids] = True
     return Vocabulary(
         d2t=target_ids - np.arange(size, dtype=np.int64), t2d=t2d, coverage=int(counts[t2d].sum()) / total
     )
+
+
+def special_tokens(
+    tokenizer: Any, eos_token_ids: Collection[int], counts: npt.NDArray[np.int64]
+) -> tuple[int, ...]:
+    """What is in every draft vocabulary: the end-of-turn tokens, and of the tokenizer's added tokens those that answers
+    hold or that the chat template writes (the start of a thought or of a tool call). Reserved ones, of which some
+    tokenizers have a thousand, are not. Ascending ids."""
+    template = str(tokenizer.chat_template or "")
+    used = {
+        int(token_id)
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token_id < len(counts) and (counts[token_id] > 0 or token.content in template)
+    }
+    return tuple(sorted({*eos_token_ids, *used}))
+
+
+def coverage_of(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> float:
+    """Share of other supervised tokens that are members. counts: int64 [V]."""
+    return int(counts[vocabulary.t2d].sum()) / max(1, int(counts.sum()))
 
 
 def parent_vocabulary(init: str, counts: npt.NDArray[np.int64]) -> Vocabulary:

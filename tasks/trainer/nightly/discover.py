@@ -22,7 +22,6 @@ kept. The price is the reading, and half a kilobyte of memory a conversation.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -80,8 +79,7 @@ class Found:
 
 def conversation_id(conversation: Conversation) -> bytes:
     """16 bytes of all messages: what its line, its file or other keys of it say does not count."""
-    messages = [[message.role, message.content, message.finish_reason] for message in conversation.messages]
-    return hashlib.blake2b(json.dumps(messages).encode(), digest_size=16).digest()
+    return hashlib.blake2b(conversation.identity.encode(), digest_size=16).digest()
 
 
 def expand(source: str) -> list[str]:
@@ -172,7 +170,11 @@ def read_fixed(config: NightlyConfig, before: Known) -> tuple[dict[bytes, bytes]
     assert url is not None, "the config checks it"
     lines: dict[bytes, tuple[bytes, bytes]] = {}
     prompts: set[bytes] = set()
-    for conversation, raw in stream_conversations([url], on_error=config.data.on_error, refusals=Refusals()):
+    settings = config.data
+    stream = stream_conversations(
+        [url], on_error=settings.on_error, on_truncated=settings.on_truncated, refusals=Refusals()
+    )
+    for conversation, raw in stream:
         prompt = bytes.fromhex(prompt_id(conversation))
         if prompt not in prompts:
             prompts.add(prompt)
@@ -227,7 +229,10 @@ def write_night(
 
 def _stream(files: Sequence[str], config: NightlyConfig, refusals: Refusals) -> Iterator[tuple[Conversation, bytes]]:
     """Logs are rotated: an empty file is no fault."""
-    return stream_conversations(files, on_error=config.data.on_error, refusals=refusals, empty_files=True)
+    settings = config.data
+    return stream_conversations(
+        files, on_error=settings.on_error, on_truncated=settings.on_truncated, refusals=refusals, empty_files=True
+    )
 
 
 def ids_array(ids: Iterable[bytes], *, width: int) -> npt.NDArray[np.uint8]:
