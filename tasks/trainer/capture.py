@@ -21,7 +21,7 @@ from storage.errors import StoreError
 from storage.reader import StoreReader
 from storage.schema import Sample, StoreSpec, TopK
 from storage.writer import StoreWriter
-from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.config import Auto, Offline, RunConfig
 from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.alignment import target_rows
@@ -43,6 +43,7 @@ _POLL_SECONDS = 2.0
 def store_spec(config: RunConfig, prepared: dict[str, Any]) -> StoreSpec:
     """What this run's store must be. prepared: the receipt of the prepare stage."""
     states = config.hidden_states
+    assert not isinstance(states, Auto), "the plan decides before anything is captured"
     return StoreSpec(
         fingerprint=prepared["fingerprint"],
         target=config.target.model,

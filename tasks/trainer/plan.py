@@ -90,6 +90,12 @@ def decide(config: RunConfig, plan: Plan) -> Online | Offline:
     return Offline.model_validate({"mode": "offline", "store_url": states.store_url, "preset": option.preset})
 
 
+def _beside(config: RunConfig, facts: Facts) -> TargetSize:
+    """The target of an online rank: with target.parallel=tensor its weights are spread over the ranks."""
+    ranks = count_ranks(config, facts) if config.target.parallel == "tensor" else 1
+    return dataclasses.replace(facts.target, weights=facts.target.weights // ranks)
+
+
 # --- the ways to have states ----------------------------------------------------------------------------------------
 
 
@@ -142,7 +148,7 @@ def _states_option(
     config: RunConfig, facts: Facts, choices: Choices, name: str, encoding: Encoding | None
 ) -> StatesOption:
     online = encoding is None
-    target = facts.target if online else None
+    target = _beside(config, facts) if online else None
     pack, packs = facts.data.mean_pack, choices.grad_accumulation
     memory = _peak(facts, choices, encoding, target)
     compute = step_seconds(facts.shape, pack, choices, facts.device, kept=memory.activations)
@@ -259,7 +265,7 @@ def _compute_options(config: RunConfig, facts: Facts, choices: Choices, best: St
     top_k = best.last == "topk"
     changes += [{"loss": value} for value in (("linear",) if top_k else ("linear", "triton", "torch"))]
     encoding = None if best.mode == "online" else PRESETS[best.preset or "near"]
-    target = facts.target if best.mode == "online" else None
+    target = _beside(config, facts) if best.mode == "online" else None
     found = []
     for change in changes:
         ((key, value),) = change.items() if change else (("", ""),)

@@ -156,20 +156,17 @@ def step_memory(
     stored: int = 0,
     ahead: int = 1,
     target: TargetSize | None = None,
-    ends_copies: int = 0,
 ) -> Memory:
     """The peak of one optimizer step on packs like this one, from the second step on (the first has no moments yet).
 
     top_k: tokens of a soft target, None for last hidden states. stored: bytes of the pack's codes on the device, of a
     run that reads a store. ahead: packs of states that are there besides the one in use. target: of an online run.
-    ends_copies: embeddings and heads [V, D] of the target that the process holds beside the draft's own.
     """
     size, item = shape.hidden_size, choices.itemsize
     parameters = num_parameters(shape)
     moments = 2 * parameters - (_inner_matrices(shape) if choices.optimizer == "muon" else 0)
     accumulated = parameters if choices.grad_accumulation > 1 else 0
-    embedding = shape.target_vocab_size * size * item
-    ends = embedding * (1 + ends_copies) + shape.vocab_size * size * item
+    ends = (shape.target_vocab_size + shape.vocab_size) * size * item
     of_target = 0 if target is None else target.weights + _target_forward(target, pack, size)
     kept = _kept(shape, pack, choices)
     at = {

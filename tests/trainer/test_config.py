@@ -90,7 +90,7 @@ def test_form_values_with_leaked_sibling_keys_pass_but_typos_do_not() -> None:
 def test_union_members_have_no_additional_properties_rule_and_default_modes() -> None:
     """Red when the form would refuse leaked keys by itself, or a mode has no default equal to its literal."""
     definitions = RunConfig.model_json_schema()["$defs"]
-    for mode in ("Online", "Offline"):
+    for mode in ("Online", "Offline", "Auto"):
         assert "additionalProperties" not in definitions[mode]
         assert definitions[mode]["properties"]["mode"]["default"] == mode.lower()
         assert definitions[mode]["properties"]["mode"]["enum"] == [mode.lower()]

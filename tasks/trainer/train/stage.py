@@ -15,7 +15,7 @@ from storage.encoding import preset_name
 from storage.reader import StoreReader
 from storage.writer import StoreWriter
 from tasks.trainer.capture import store_figures, store_spec
-from tasks.trainer.config import Offline, RunConfig
+from tasks.trainer.config import Offline, Online, RunConfig
 from tasks.trainer.data.heldout import choose_heldout
 from tasks.trainer.data.prepared import PreparedData
 from tasks.trainer.data.vocabulary import Vocabulary
@@ -112,6 +112,7 @@ def _states_source(
         with StoreReader(states.store_url, store_spec(config, prepared), cache=cache or None) as reader:
             yield StoreSource(reader, device=device, prefetch_bytes=int(states.prefetch_gb * 1e9), sharing=sharing)
         return
+    assert isinstance(states, Online), "the plan decides before anything is trained"
     if config.target.parallel == "tensor" and layout.world_size > 1:
         yield OnlineSource(load_shared(config.target, layout), device=device, sharing=sharing)
         return
