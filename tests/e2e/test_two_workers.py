@@ -20,7 +20,7 @@ from tests.conftest import write_conversations
 from tests.e2e.conftest import Server, trainers, wait_for
 
 # So many that a capture takes long enough to be interrupted, and two can share it.
-NUM_SAMPLES = 2500
+NUM_SAMPLES = 4000
 
 
 @pytest.fixture
