@@ -39,6 +39,7 @@ from tasks.trainer.champion import History
 from tasks.trainer.config_nightly import NightlyConfig
 from tasks.trainer.data.prepared import prompt_id
 from tasks.trainer.data.read import Conversation, Refusals, stream_conversations
+from tasks.trainer.data.sources import expand_source
 from tasks.trainer.errors import InputError
 from tasks.trainer.nightly.home import FIXED, RECENT, SEEN, TRAIN, TRAINED, VALIDATION, Home
 
@@ -78,22 +79,17 @@ class Found:
 
 
 def conversation_id(conversation: Conversation) -> bytes:
-    """16 bytes of all messages: what its line, its file or other keys of it say does not count."""
+    """16 bytes of all messages: where it lies and what else its record holds does not count."""
     return hashlib.blake2b(conversation.identity.encode(), digest_size=16).digest()
 
 
 def expand(source: str) -> list[str]:
-    """The files of a glob on any fsspec URL, sorted. Raises InputError when there is none."""
+    """The files of a file, folder or glob on any fsspec URL, sorted. Raises InputError when a glob matches none."""
     try:
-        file_system, path = fsspec.core.url_to_fs(source)
-        file_system.invalidate_cache()  # a process may live for many nights
-        found = sorted(file_system.glob(path))
-        files = [name for name in found if not file_system.isdir(name)]
+        fsspec.core.url_to_fs(source)[0].invalidate_cache()  # a process may live for many nights
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"data.source={source!r} cannot be listed: {' '.join(str(error).split())}") from None
-    if not files:
-        raise InputError(f"data.source={source!r} matches no file; give a glob of JSONL files")
-    return [name if "://" not in source else file_system.unstrip_protocol(name) for name in files]
+    return expand_source(source)
 
 
 def known(home: Home, history: History, *, fingerprint: str) -> Known:
