@@ -30,7 +30,7 @@ class Goal:
     """
 
     name: str
-    work: Literal["attention", "loss", "step"]
+    work: Literal["attention", "loss", "step", "plan"]
     at: Literal["most", "least"]
     bound: float
     measure: Callable[[Rows], Iterable[tuple[str, float]]]
@@ -160,6 +160,13 @@ def _packs(rows: Rows) -> Iterator[tuple[str, float]]:
     yield "packs of 16K", _cell(packed, "tokens_per_s") / _cell(padded, "tokens_per_s")
 
 
+def _plan_error(rows: Rows) -> Iterator[tuple[str, float]]:
+    for measured in rows.all("measured"):
+        predicted = rows.one("predicted", tokens=measured.tokens, vocab=measured.vocab, shape=measured.shape)
+        error = abs(_cell(predicted, "peak_gib") / _cell(measured, "peak_gib") - 1.0)
+        yield f"{_tokens(measured.tokens)} x {measured.vocab}", error
+
+
 def _unfilled(rows: Rows) -> Iterator[tuple[str, float]]:
     items = rows.one("packed", layout=layouts.CHAT).shape.split("; ")
     yield "packs of 16K", next(float(item.split()[1]) for item in items if item.startswith("unfilled "))
@@ -223,4 +230,5 @@ GOALS = (
     Goal("packs: supervised tokens/s / padded batches of the same documents", "step", "least", 2.5, _packs,
          layouts.CHAT),
     Goal("packs: share left unfilled", "step", "most", 0.03, _unfilled, layouts.CHAT),
+    Goal("plan: predicted peak memory, off from the measured", "plan", "most", 0.1, _plan_error),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from kernels.bench import checkout, results
 from kernels.bench.errors import BenchError
 from tasks.trainer.bench import plan
 from tasks.trainer.bench.cli import main
+from tasks.trainer.bench.plan_case import predict
 
 
 def test_the_benchmark_runs_and_records_both_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +44,15 @@ def test_the_shapes_are_unlike_those_that_the_account_was_read_from() -> None:
     from tasks.trainer.bench.step import DRAFT
 
     assert all(case.settings["hidden_size"] != DRAFT["hidden_size"] for case in plan.cases())
+
+
+def test_todays_account_gives_the_measured_peaks() -> None:
+    """Red when the plan's account, as it now is, is off by more than a tenth from a step measured on a GPU."""
+    measured = [row for row in results.read(results.RESULTS) if row.variant == "measured"]
+    assert len(measured) >= 5
+    assert any(row.layout.startswith("online") for row in measured)
+    settings = {(case.tokens, case.vocab, case.shape): case.settings for case in plan.cases()}
+    for row in measured:
+        predicted = predict(settings[row.tokens, row.vocab, row.shape]) / results.GIB
+        assert row.peak_gib is not None
+        assert predicted == pytest.approx(row.peak_gib, rel=0.1), row.shape
