@@ -8,6 +8,7 @@ very files that the pointer will name.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -40,7 +41,7 @@ from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.target import Target
 from tasks.trainer.target_ends import load_ends
-from tasks.trainer.target_text import pick_device
+from tasks.trainer.target_text import TargetText, pick_device
 from tasks.trainer.train import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,9 @@ def measure(
     return JudgedSet(counts, len(prompts), num_lossy)
 
 
-def read_prompts(night: Location, name: str, config: RunConfig, target: Target) -> list[npt.NDArray[np.int32]]:
+def read_prompts(
+    night: Location, name: str, config: RunConfig, target: Target | TargetText
+) -> list[npt.NDArray[np.int32]]:
     """The prompts of a night's file, int32 [P] each, as the target would be asked: everything before the first answer.
 
     Those that the template does not take, or that do not fit the target's positions or data.max_tokens, are left out
@@ -183,15 +186,19 @@ def _shown(progress: Progress, before: int, total: int, done: int) -> None:
 
 
 def _prompt_ids(renderer: ChatRenderer, conversation: Conversation) -> list[int]:
-    asked = []
-    for message in conversation.messages:
-        if message.role == "assistant":
-            break
-        asked.append(message)
+    """Empty when the template does not take it, or it begins with an answer."""
+    asked = list(itertools.takewhile(lambda message: message.role != "assistant", conversation.messages))
     try:
-        return renderer.prompt_ids(asked) if asked else []
+        if asked:
+            return renderer.prompt_ids(asked, conversation.tools)
+        if conversation.messages:
+            return []
+        # Preformatted text, or tokens with their mask.
+        token_ids, loss_mask = renderer.rows(conversation)[0]
     except RefusedConversationError:
         return []
+    ids: list[int] = token_ids[: int(np.argmax(loss_mask))].tolist()
+    return ids
 
 
 def _target(config: RunConfig) -> Target:
