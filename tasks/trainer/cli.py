@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tasks.trainer.champion_cli import app as champion_app
 from tasks.trainer.config import RunConfig
 from tasks.trainer.config_nightly import NightlyConfig, read_nightly
+from tasks.trainer.export.commands import Layout
+from tasks.trainer.parent import SERVING_CONFIG
 from tasks.trainer.recipe import dump_config, load_config, read_config
 from tasks.trainer.run_dir import RunDir
 from tasks.trainer.stages import run_stage
@@ -77,17 +79,41 @@ def evaluate(run_dir: RunDirArgument, set_: Set = None, as_json: AsJson = False)
 
 
 def export(
-    run_dir: RunDirArgument, out: Annotated[str, typer.Argument(help="New folder.")], as_json: AsJson = False
+    source: Annotated[str, typer.Argument(help="A run directory, or an exported draft to write in another layout.")],
+    out: Annotated[str, typer.Argument(help="New folder.")],
+    layout: Annotated[
+        Layout | None, typer.Option("--layout", help="Default: the run's train.export_layout, or the folder's own.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the folder as its engines do, and compare logits with the draft.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option("--target", help="How engines name the target, where it is not target.model.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write the trained draft in the layout that SGLang and vLLM load.
+    """Write the trained draft as a folder that engines load: SGLang and vLLM, vLLM alone, or the package speculators.
 
-    Examples: eyas export runs/mine OUT; eyas export s3://bucket/run OUT --json
+    Examples: eyas export runs/mine OUT --check; eyas export s3://bucket/run OUT --layout vllm --json;
+    eyas export runs/mine/draft OUT --layout speculators --target Qwen/Qwen3-8B
     """
-    from tasks.trainer.export.stage import export_run
+    from tasks.trainer.export.stage import export_folder, export_run
 
-    run = RunDir.open(run_dir)
-    receipt = export_run(run.config(), run, Path(out))
-    typer.echo(json.dumps(receipt) if as_json else f"draft: {receipt['folder']}")
+    if "://" not in source and (Path(source) / SERVING_CONFIG).is_file():
+        receipt = export_folder(Path(source), Path(out), layout=layout, target_name=target, check=check)
+    else:
+        run = RunDir.open(source)
+        receipt = export_run(run.config(), run, Path(out), layout=layout, target_name=target, check=check)
+    if as_json:
+        typer.echo(json.dumps(receipt))
+        return
+    typer.echo(f"draft: {receipt['folder']} ({receipt['layout']} layout, {receipt['dtype']})")
+    if check:
+        found = receipt["check"]
+        typer.echo(
+            f"check: {' and '.join(found['engines'])} would draft what was trained: {found['logits']} logits within "
+            f"{found['difference']:.1e} of their spread (the data type moves them by {found['rounding']:.1e})"
+        )
 
 
 def config(

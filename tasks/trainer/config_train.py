@@ -228,6 +228,12 @@ class Train(BaseModel):
         description="best: the evaluated checkpoint of the highest simulated tau, where training evaluates. last: the "
         "newest.",
     )
+    export_layout: Literal["sglang", "vllm", "speculators"] = Field(
+        "sglang",
+        title="Layout of the export",
+        description="sglang: SGLang and vLLM load it, and SpecForge. vllm: vLLM's own names. speculators: vLLM and the "
+        "package speculators; vLLM finds the target by itself.",
+    )
     max_grad_norm_ratio: float = Field(
         100.0,
         ge=0.0,

@@ -92,8 +92,8 @@ def parent_digest(init: str) -> str:
     """32 hex characters of the parent's shape and weights, wherever they lie. Raises InputError as find_parent does."""
     files = find_parent(init)
     description = files.read_description()
-    # The rest of a checkpoint's state is about the run that wrote it.
-    shape = description.get("shape") if files.is_checkpoint else description
+    # The rest of a checkpoint's state is about the run that wrote it, and `eyas` of an export tells what it is worth.
+    shape = description.get("shape") if files.is_checkpoint else {**description, "eyas": None}
     text = json.dumps([shape, files.weight_digests()], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.trainer.config import RunConfig
-from tasks.trainer.report_plan import comparison_cells, serving_commands
+from tasks.trainer.export.commands import serving_commands
+from tasks.trainer.report_plan import comparison_cells
 from tasks.trainer.report_plots import PLOTS
 
 
@@ -26,6 +27,7 @@ def render(facts: dict[str, Any], config: RunConfig) -> str:
             target=config.target.model,
             draft=(facts["export"] or {}).get("folder", "DRAFT"),
             draft_tokens=facts["acceptance"]["num_draft_tokens"],
+            layout=config.train.export_layout,
         ),
         "## Training",
         f"![training]({_plot('training')})",

@@ -1,9 +1,7 @@
-"""What was predicted against what was measured, and how the draft is served: two sections of the report."""
+"""What was predicted against what was measured: a section of the report."""
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -60,23 +58,3 @@ def _shown(value: float | None, unit: str) -> str:
     if unit == "bytes":
         return f"{value / GIB:.2f} GiB"
     return duration(value) if unit == "seconds" else f"{value:,.0f} bytes a token"
-
-
-def serving_commands(*, target: str, draft: str, draft_tokens: int) -> str:
-    """A fenced block with the engines' commands for a draft folder; draft_tokens: of a chain."""
-    config = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens})
-    target, draft = shlex.quote(target), shlex.quote(draft)
-    return "\n".join(
-        [
-            "```sh",
-            "# SGLang",
-            f"python -m sglang.launch_server --model-path {target} \\",
-            f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} \\",
-            f"  --speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {draft_tokens + 1}",
-            "",
-            "# vLLM",
-            f"vllm serve {target} --speculative-config {shlex.quote(config)}",
-            "```",
-        ]
-    )

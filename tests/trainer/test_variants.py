@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.trainer.export.sglang import load_exported
+from tasks.trainer.export.folder import load_exported
 from tasks.trainer.files import read_json
 from tasks.trainer.progress import silent
 from tasks.trainer.recipe import load_config
@@ -44,7 +44,7 @@ def test_a_run_of_each_kind(name: str, recipe_values: Values) -> None:
     exported = json.loads((run.draft / "config.json").read_text())
     size = chosen["vocab_size"] or 300
     assert (exported["num_hidden_layers"], exported["draft_vocab_size"]) == (chosen.get("num_layers", 1), size)
-    assert exported["norm_output"] is exported["fc_norm"] is (chosen.get("variant") == "eagle3.1")
+    assert exported.get("norm_output", False) is exported["fc_norm"] is (chosen.get("variant") == "eagle3.1")
     draft = load_exported(run.draft, embedding=torch.zeros(300, 32))
     assert (draft.config.num_layers, draft.config.vocab_size) == (chosen.get("num_layers", 1), size)
 

@@ -1,14 +1,19 @@
-"""Tensor names of the SGLang (SpecForge) layout, from a draft's state dict and back.
+"""Tensor names of the serving layouts, from a draft's state dict and back.
 
-A draft's own names are the layout's, but for two things that engines disagree on:
+A draft's own names are those of the `sglang` layout (SpecForge's, too), but for what engines disagree on:
 
-    norm above the first layer   SGLang reads layers.N.hidden_norm, vLLM layers.N.input_layernorm: written as both
-    d2t, t2d                     vLLM has no place for d2t where the draft vocabulary is the target's, and stops at a
-                                 tensor without one; both take a draft without them as one whose ids are the target's
+    layout        first layer   norm above the first layer             maps of a draft vocabulary
+    sglang        midlayer.     layers.N.hidden_norm, input_layernorm  d2t, t2d
+    vllm          layers.0.     layers.N.input_layernorm               d2t
+    speculators   layers.0.     layers.N.input_layernorm               d2t, t2d
+
+The norm has two names in the first because vLLM, which loads that layout as well, reads the other one. No layout has
+maps where the draft vocabulary is the target's: vLLM stops at a tensor that it has no place for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,29 +25,38 @@ from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
 
 MAPS = {"d2t": torch.int64, "t2d": torch.bool}
+_FIRST, _FIRST_ELSEWHERE = "midlayer.", "layers.0."
+# Of the target, or made anew from config.json; other trainers write them.
+_SAYS_NOTHING = re.compile(r"(embed_tokens|verifier_lm_head|verifier_norm)\.weight|.*rotary_emb\.inv_freq")
 
 
-def layout_tensors(draft: Eagle3Draft, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a serving folder holds: weights in `dtype`, contiguous on the CPU."""
-    tensors = {
-        name: tensor.detach().to("cpu", MAPS.get(name, dtype)).contiguous()
-        for name, tensor in draft.state_dict().items()
-    }
-    if draft.config.has_full_vocabulary:
-        for name in MAPS:
-            del tensors[name]
-    for layer in range(1, draft.config.num_layers):
+def layout_tensors(tensors: Mapping[str, Tensor], config: DraftConfig, *, layout: str) -> dict[str, Tensor]:
+    """A draft's tensors (state-dict names) under the names of a layout, contiguous on the CPU."""
+    found = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    if config.has_full_vocabulary:
+        del found["d2t"], found["t2d"]
+    elif layout == "vllm":
+        del found["t2d"]
+    for layer in range(1, config.num_layers):
         # A copy: safetensors refuses two names for one memory.
-        tensors[_input_norm(layer)] = tensors[_hidden_norm(layer)].clone()
-    return tensors
+        found[_input_norm(layer)] = found[_hidden_norm(layer)].clone()
+        if layout != "sglang":
+            del found[_hidden_norm(layer)]
+    if layout != "sglang":
+        found = {name.replace(_FIRST, _FIRST_ELSEWHERE): tensor for name, tensor in found.items()}
+    return found
 
 
 def draft_tensors(tensors: Mapping[str, Tensor], config: DraftConfig, path: Path) -> dict[str, Tensor]:
-    """A folder's tensors under a draft's names, complete and in its shapes; path: for messages.
+    """A folder's tensors, of any layout, under a draft's names, complete and in its shapes; path: for messages.
 
     Raises InputError naming the tensor that is missing, unknown, of another shape, or a map that contradicts itself.
     """
-    found = dict(tensors)
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.").replace(_FIRST_ELSEWHERE, _FIRST)
+        if not _SAYS_NOTHING.fullmatch(name):
+            found[name] = tensor
     for layer in range(1, config.num_layers):
         # Trainers that know one engine write one of the two.
         of_vllm = found.pop(_input_norm(layer), None)
@@ -54,6 +68,10 @@ def draft_tensors(tensors: Mapping[str, Tensor], config: DraftConfig, path: Path
     if config.has_full_vocabulary:
         found.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
         found.setdefault("t2d", torch.ones(config.target_vocab_size, dtype=torch.bool))
+    elif "d2t" in found and not found["d2t"].is_floating_point():
+        found["d2t"] = found["d2t"].to(torch.int64)
+        ids = found["d2t"] + torch.arange(len(found["d2t"]))
+        found.setdefault("t2d", torch.isin(torch.arange(config.target_vocab_size), ids))
     expected = _expected_shapes(config)
     if missing := sorted(expected.keys() - found.keys()):
         raise InputError(f"{path}: no tensor {missing[0]!r}; export the draft again")

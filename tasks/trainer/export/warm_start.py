@@ -1,4 +1,5 @@
-"""Start a draft from an earlier one: a run's checkpoint, an export, or a folder in SpecForge's layout.
+"""Start a draft from an earlier one: a run's checkpoint, an export of any layout, or a folder that SpecForge, vLLM or
+speculators know.
 
 The layers are copied, so their sizes must be the run's. The head is not: tonight's data may choose other draft tokens,
 so its rows go by target id, and a token that the parent could not propose gets the target's row, as in a fresh draft.
@@ -19,7 +20,7 @@ from torch import Tensor
 from tasks.trainer.draft.eagle3 import DraftConfig, Eagle3Draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.export.layout import draft_tensors
-from tasks.trainer.export.sglang import NORM_SWITCHES, draft_config
+from tasks.trainer.export.serving_config import NORM_SWITCHES, draft_config, flat_config, said_layer_ids
 from tasks.trainer.parent import ParentFiles, find_parent
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ def read_parent(init: str, like: DraftConfig) -> Parent:
     if files.is_checkpoint:
         return _read_checkpoint(files)
     folder = files.description.parent
-    described = _completed(files.read_description(), like, init)
+    described = _completed(flat_config(files.read_description(), files.description), like, init)
     config = draft_config(described, files.description)
-    tensors = _usual_names(_read_all(files), config)
+    tensors = _read_all(files)
     if "lm_head.weight" not in tensors and config.has_full_vocabulary:
         raise InputError(
             f"draft.init={init!r} has no lm_head: it shares the target's, and Eyas trains the draft's own; add the "
@@ -123,7 +124,8 @@ def _completed(config: dict[str, Any], like: DraftConfig, init: str) -> dict[str
         if not isinstance(found.get(key), int):
             raise InputError(f"draft.init={init!r}: its config.json has no {key}")
     unsaid = [switch for switch in NORM_SWITCHES if switch not in found]
-    if unsaid:
+    # Our own folders leave one out on purpose (serving_config.py).
+    if unsaid and "eyas" not in found:
         logger.warning("draft.init=%r does not say %s: taken as false, as engines do", init, ", ".join(unsaid))
     rope = {"rope_type": "default", "rope_theta": float(found.get("rope_theta", 10000.0))}
     scaling = dict(found.get("rope_scaling", {}))
@@ -142,32 +144,12 @@ def _completed(config: dict[str, Any], like: DraftConfig, init: str) -> dict[str
 
 
 def _layer_ids(found: dict[str, Any], like: DraftConfig, init: str) -> dict[str, Any]:
-    """Both keys of the auxiliary layers (export/sglang.py), from the one that is there."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    eagle = dict(found.get("eagle_config", {}))
-    outputs, entering = eagle.get(key), found.get(key)
-    if outputs is None and entering is None:
-        logger.warning("draft.init=%r does not say its auxiliary layers: taken as this run's %s", init,
-                       list(like.aux_layer_ids))  # fmt: skip
-        outputs = list(like.aux_layer_ids)
-    elif outputs is None:
-        outputs = [layer - 1 for layer in entering or []]
-    return {key: entering or [layer + 1 for layer in outputs], "eagle_config": {**eagle, key: outputs}}
-
-
-def _usual_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-    """Other spellings of the layout, and tensors that say nothing new: the target's embedding, tables, t2d."""
-    found = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
-        if name != "embed_tokens.weight" and not name.endswith("rotary_emb.inv_freq"):
-            found[name] = tensor
-    if "d2t" in found and not found["d2t"].is_floating_point():
-        found["d2t"] = found["d2t"].to(torch.int64)
-        if "t2d" not in found:
-            ids = found["d2t"] + torch.arange(len(found["d2t"]))
-            found["t2d"] = torch.isin(torch.arange(config.target_vocab_size), ids)
-    return found
+    """This run's auxiliary layers, where a folder does not say its own."""
+    if any(ids is not None for ids in said_layer_ids(found)):
+        return {}
+    logger.warning("draft.init=%r does not say its auxiliary layers: taken as this run's %s", init,
+                   list(like.aux_layer_ids))  # fmt: skip
+    return {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in like.aux_layer_ids]}
 
 
 def _check_sizes(parent: Parent, config: DraftConfig) -> None:

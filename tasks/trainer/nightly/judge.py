@@ -32,7 +32,7 @@ from tasks.trainer.data.read import Conversation, read_conversations
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.draft.shape import fresh_draft
 from tasks.trainer.errors import InputError
-from tasks.trainer.export.sglang import load_exported
+from tasks.trainer.export.folder import load_exported
 from tasks.trainer.files import write_json
 from tasks.trainer.nightly.gate import JudgedSet
 from tasks.trainer.nightly.home import FIXED, RECENT, night_of

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
-from tasks.trainer.export.sglang import export_draft
+from tasks.trainer.export.about import About
+from tasks.trainer.export.folder import export_draft
 from tasks.trainer.export.warm_start import start_from_parent
 from tasks.trainer.files import digest
 from tasks.trainer.progress import silent
@@ -44,19 +46,19 @@ def write_checkpoint(draft: Eagle3Draft, folder: Path) -> Path:
     return folder
 
 
-def write_export(draft: Eagle3Draft, folder: Path) -> Path:
-    export_draft(draft, folder, target_name="t", dtype=torch.float32)
+def write_export(draft: Eagle3Draft, folder: Path, layout: str = "sglang") -> Path:
+    export_draft(draft, folder, about=About("t"), dtype=torch.float32, layout=layout)
     return folder
 
 
 def write_specforge(draft: Eagle3Draft, folder: Path) -> Path:
     """As SpecForge writes it: fewer keys, a bool t2d and int64 d2t always, the target's embedding, tables, shards."""
-    export_draft(draft, folder, target_name="t", dtype=torch.float32)
+    export_draft(draft, folder, about=About("t"), dtype=torch.float32)
     config = json.loads((folder / "config.json").read_text())
     kept = ("architectures", "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "num_hidden_layers", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta",
             "rope_scaling", "fc_norm", "norm_output")  # fmt: skip
-    (folder / "config.json").write_text(json.dumps({key: config[key] for key in kept}))
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in kept if key in config}))
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: draft.state_dict()[name] for name in ("d2t", "t2d")}
     (folder / "model.safetensors").unlink()
@@ -70,6 +72,8 @@ def write_specforge(draft: Eagle3Draft, folder: Path) -> Path:
 WRITERS: dict[str, Callable[[Eagle3Draft, Path], Path]] = {
     "checkpoint": write_checkpoint,
     "export": write_export,
+    "vllm": partial(write_export, layout="vllm"),
+    "speculators": partial(write_export, layout="speculators"),
     "SpecForge": write_specforge,
 }
 
@@ -101,7 +105,8 @@ def test_what_a_folder_leaves_out_is_logged(tmp_path: Path, caplog: pytest.LogCa
     init = write_specforge(random_draft(torch.float32, rope_parameters={"rope_theta": 5e5}), tmp_path / "parent")
     with caplog.at_level(logging.INFO):
         start_from_parent(fresh(), str(init))
-    for part in ("norm_before_fc, norm_before_residual", "auxiliary layers", "rope_parameters", "head rows"):
+    unsaid = "norm_before_fc, norm_output, norm_before_residual"
+    for part in (unsaid, "auxiliary layers", "rope_parameters", "head rows"):
         assert part in caplog.text
 
 
@@ -119,7 +124,21 @@ def _cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _speculators(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        write_export(random_draft(torch.float32), folder, "speculators")
+        _edit_config(**changes)(folder)
+
+    return edit
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "layers of another kind": (_speculators(transformer_layer_config={"model_type": "qwen3"}), "model_type 'qwen3'"),
+    "a trained embedding": (_speculators(embed_requires_grad=True), "its embedding was trained"),
+    "a norm that readers guess apart": (_speculators(norm_before_residual="gone"), "vLLM takes as true"),
+    "normed residual": (_speculators(norm_before_residual=True), "norm_before_residual=True: Eyas has no"),
+    "another algorithm": (_speculators(speculators_model_type="dflash"), "speculators_model_type is 'dflash'"),
+    "four layers": (_speculators(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4]), "4 auxiliary layers"),
     "no hidden size": (_edit_config(hidden_size="gone"), "no hidden_size"),
     "normed output": (_edit_config(norm_output=True), "norm_output=True"),
     "normed layers": (_edit_config(fc_norm=True), "fc_norm=True"),

@@ -13,8 +13,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
-from tasks.trainer.export import sglang
-from tasks.trainer.export.sglang import export_draft, load_exported, serving_config
+from tasks.trainer.export import folder as folders
+from tasks.trainer.export.about import About
+from tasks.trainer.export.folder import export_draft, load_exported
+from tasks.trainer.export.serving_config import serving_config
 from tasks.trainer.target import Target
 from tests.trainer.drafts import TARGET_VOCAB, random_draft
 
@@ -35,7 +37,7 @@ def make_draft(**changes: Any) -> Eagle3Draft:
 
 
 def export(draft: Eagle3Draft, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    export_draft(draft, folder, target_name="org/target", dtype=dtype)
+    export_draft(draft, folder, about=About("org/target"), dtype=dtype)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
@@ -140,8 +142,10 @@ def test_config_says_everything_aloud(tmp_path: Path) -> None:
     config = export(make_draft(rope_parameters=YARN), tmp_path / "out", torch.bfloat16)
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["model_type"] == "llama"
-    for switch in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "tie_word_embeddings"):
+    for switch in ("norm_before_fc", "fc_norm", "norm_before_residual", "tie_word_embeddings"):
         assert config[switch] is False
+    # SpecForge would leave out the norm before the head; engines take the same false where it is missing.
+    assert "norm_output" not in config
     assert config["num_hidden_layers"] == 1
     assert config["vocab_size"] == VOCAB
     assert config["draft_vocab_size"] == 20
@@ -196,7 +200,7 @@ def test_layer_ids_in_each_engines_meaning() -> None:
     )
     target = Target(model, None, name="tiny")
     config = serving_config(
-        make_draft(aux_layer_ids=target.aux_layer_ids).config, target_name="tiny", dtype=torch.float32
+        make_draft(aux_layer_ids=target.aux_layer_ids).config, layout="sglang", about=About("tiny"), dtype=torch.float32
     )
     token_ids = torch.arange(10)
     _, aux_hidden = target.forward(token_ids[None], DynamicCache())
@@ -248,7 +252,7 @@ def test_a_failed_export_leaves_nothing(fails: str, tmp_path: Path, monkeypatch:
     def fail(*arguments: object, **keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sglang, fails, fail)
+    monkeypatch.setattr(folders, fails, fail)
     for name in ("old", "new"):
         with pytest.raises(OSError, match="No space"):
             export(draft, tmp_path / name)
@@ -298,7 +302,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another architecture": (lambda c, t: c.update(architectures=["LlamaForCausalLM"]), "architectures is"),
     "a layer is missing": (lambda c, t: c.update(num_hidden_layers=2), "no tensor 'layers.1.hidden_norm.weight'"),
-    "another target": (lambda c, t: c.update(vocab_size=VOCAB + 1), "an embedding of"),
+    "another vocabulary": (lambda c, t: c.update(vocab_size=VOCAB + 1), r"t2d is \(80,\), config.json asks for"),
+    "facts of another form": (lambda c, t: c.update(eyas={"taus": [{"x": 1}]}), "its eyas facts"),
 }
 
 
@@ -316,6 +321,14 @@ def test_faults_are_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message) as caught:
         load_exported(folder, embedding=draft.embedding)
     assert "\n" not in str(caught.value)
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    """Red when a draft is put on a target of another width or vocabulary."""
+    export(make_draft(), tmp_path / "out")
+    for shape in ((VOCAB + 1, 32), (VOCAB, 33)):
+        with pytest.raises(InputError, match=r"an embedding of.*give the target it was trained for"):
+            load_exported(tmp_path / "out", embedding=torch.zeros(shape))
 
 
 def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
