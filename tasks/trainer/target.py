@@ -285,13 +285,13 @@ class Target:
         return output.logits[0], aux_hidden
 
     @torch.no_grad()
-    def prefill(self, token_ids: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
-        """The forward over one prompt, int64 [1, P]. Returns logits [1, V] of its last token, aux_hidden [P, 3D].
+    def prefill(self, token_ids: Tensor, cache: DynamicCache, *, last: int = 1) -> tuple[Tensor, Tensor]:
+        """The forward over one text, int64 [1, P]. Returns logits [last, V] of its last tokens, aux_hidden [P, 3D].
 
-        The head runs on the last token alone: a long prompt's logits are larger than its cache.
+        The head runs on these tokens alone: a long prompt's logits are larger than its cache.
         """
-        last, aux_hidden = self._decode(token_ids, cache)
-        logits: Tensor = self.model.get_output_embeddings()(last[:, -1])
+        last_hidden, aux_hidden = self._decode(token_ids, cache)
+        logits: Tensor = self.model.get_output_embeddings()(last_hidden[0, -last:])
         return logits, aux_hidden[0]
 
     @torch.no_grad()

@@ -93,7 +93,10 @@ class BatchDrafter:
         for level in range(depth):
             logits = draft.lm_head(draft.outputs(hidden.flatten(0, 1))[1]).unflatten(0, (num_texts, width))
             log_q = (logits.float() / (temperature if shape.drawn else 1.0)).log_softmax(-1)
-            ranking = log_q + _gumbel(log_q, generators) if shape.drawn else log_q
+            ranking = log_q
+            if shape.drawn:
+                assert generators is not None, "who draws needs random numbers"
+                ranking = log_q + _gumbel(log_q, generators, [level < limit for limit in limits])
             ids = ranking.topk(top_k, dim=-1).indices
             tokens, ways = self._target_ids[ids], scores[:, :, None] + log_q.gather(-1, ids)
             found.append((tokens, ways, nodes, log_q))
@@ -114,8 +117,11 @@ class BatchDrafter:
         return self._trees(found, limits)
 
     def _step(self, token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Run nodes of one depth. token_ids int64 [texts, n]: what they read; hidden [texts, n, D]: their parents'
-        outputs; sees bool [texts, n, slots]: which nodes' keys they attend to, their own last. Returns [texts, n, D]."""
+        """Run nodes of one depth, [texts, n, D] -> [texts, n, D].
+
+        token_ids int64 [texts, n]: what they read; hidden: their parents' outputs; sees bool [texts, n, slots]: which
+        nodes' keys they attend to, their own last.
+        """
         draft, (num_texts, width) = self._draft, token_ids.shape
         slots = sees.shape[-1]
         embeds = draft.embed(token_ids.flatten())
@@ -132,12 +138,11 @@ class BatchDrafter:
             self._values[layer, texts, places[:, -width:]] = value.unflatten(0, (num_texts, width))
             attended = self._attend(layer, query.unflatten(0, (num_texts, width)), visible)
             state = draft.finish(attended.flatten(0, 1), state, layer=layer)
-        return state.unflatten(0, (num_texts, width))
+        output: Tensor = state.unflatten(0, (num_texts, width))
+        return output
 
     def _trees(self, found: list[tuple[Tensor, Tensor, Tensor, Tensor]], limits: Sequence[int]) -> list[DraftTree]:
-        tokens, scores, nodes = (
-            torch.cat([level[part] for level in found], dim=1).cpu().numpy() for part in (0, 1, 2)
-        )
+        tokens, scores, nodes = (torch.cat([level[part] for level in found], dim=1).cpu().numpy() for part in (0, 1, 2))
         depths = np.repeat(np.arange(len(found)), [level[2].shape[1] for level in found])
         trees = []
         for text, limit in enumerate(limits):
@@ -173,9 +178,14 @@ class BatchDrafter:
         return torch.einsum("bgrqt,btgd->bqgrd", weights, values).reshape(query.shape)
 
 
-def _gumbel(log_q: Tensor, generators: Sequence[torch.Generator] | None) -> Tensor:
-    """Noise with which the largest are draws without replacement (Gumbel-top-k), from each text's own generator."""
-    assert generators is not None, "who draws needs random numbers"
-    shape = log_q.shape[1:]
-    drawn = [torch.empty(shape, dtype=torch.float64).exponential_(generator=generator) for generator in generators]
-    return -torch.stack(drawn).log().to(log_q.device, log_q.dtype)
+def _gumbel(log_q: Tensor, generators: Sequence[torch.Generator], draws: Sequence[bool]) -> Tensor:
+    """Noise with which the largest are draws without replacement (Gumbel-top-k), from each text's own generator.
+
+    draws: whether a text can use them. One near its end does not, and would otherwise draw more or fewer numbers with
+    the texts beside it.
+    """
+    noise = torch.ones(log_q.shape, dtype=torch.float64)
+    for text, (generator, drawn) in enumerate(zip(generators, draws, strict=True)):
+        if drawn:
+            noise[text].exponential_(generator=generator)
+    return -noise.log().to(log_q.device, log_q.dtype)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -47,13 +47,15 @@ class Proposer(Protocol):
 class Decoded:
     """One answer. prompt int64 [P] on the CPU; answer: A >= 1 tokens, the end-of-turn token included; rounds: they
     emit answer[1:], since answer[0] comes with the prompt's forward; aux_hidden [P + A - 1, 3D]: of every position
-    but the last token's; seconds: wall clock, the prompt's forward included."""
+    but the last token's; seconds: wall clock, the prompt's forward included; offered: of each answer token the first
+    candidate that was proposed in its place, -1 for none (speculate.py; empty from `decode`)."""
 
     prompt: Tensor
     answer: list[int]
     rounds: list[Round]
     aux_hidden: Tensor
     seconds: float
+    offered: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def decode(
         logits, aux_hidden = target.forward(torch.tensor([[answer[-1], *proposals]]), cache)
         verified: list[int] = logits.argmax(-1).tolist()
         accepted = num_accepted(proposals, verified)
-        emitted = _until_eos(verified[: accepted + 1], target.eos_token_ids)
+        emitted = until_eos(verified[: accepted + 1], target.eos_token_ids)
         # Negative: so many entries off the end. Positive lengths mean other things in other versions.
         cache.crop(accepted - len(proposals))
         aux_hidden = aux_hidden[: len(emitted)]
@@ -190,7 +192,8 @@ def _generation_defaults(target: Target) -> Iterator[None]:
         target.model.generation_config = own
 
 
-def _until_eos(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
+def until_eos(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens up to the first that ends a turn, that one included."""
     for index, token in enumerate(tokens):
         if token in eos_token_ids:
             return list(tokens[: index + 1])
@@ -199,6 +202,6 @@ def _until_eos(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]
 
 def _stops_right(answer: Sequence[int], eos_token_ids: Sequence[int], max_new_tokens: int) -> bool:
     """Ends with the first eos token, or is exactly max_new_tokens long without one before its end."""
-    if _until_eos(answer, eos_token_ids) != list(answer) or len(answer) > max_new_tokens:
+    if until_eos(answer, eos_token_ids) != list(answer) or len(answer) > max_new_tokens:
         return False
     return answer[-1] in eos_token_ids or len(answer) == max_new_tokens

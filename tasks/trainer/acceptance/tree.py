@@ -106,11 +106,9 @@ class Candidates:
     depths: npt.NDArray[np.int64]
 
 
-def select(
-    candidates: Candidates, shape: TreeShape, *, depth: int, log_q: list[Tensor] | None = None
-) -> DraftTree:
+def select(candidates: Candidates, shape: TreeShape, *, depth: int, log_q: list[Tensor] | None = None) -> DraftTree:
     """The tree of the likeliest candidates, none deeper than `depth`. log_q: of each expanded node, when drawn."""
-    num_groups, top_k = candidates.tokens.shape
+    top_k = candidates.tokens.shape[1]
     allowed = candidates.depths < depth
     if shape.drawn:
         own = np.where(candidates.nodes < 0, 0.0, candidates.scores.reshape(-1)[candidates.nodes])
