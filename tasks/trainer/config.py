@@ -84,15 +84,15 @@ class Data(_Group):
 
     source: str = Field(
         title="Source",
-        description="Training conversations: a file (JSON Lines, JSON, Parquet, Arrow; gz, zst), a glob, or a folder of "
-        "such files, also one that datasets saved; any fsspec URL.",
+        description="Training conversations: a file (JSON Lines, JSON, Parquet, Arrow; gz, zst), a glob, or a folder "
+        "of such files, also one that datasets saved; any fsspec URL.",
     )
     more_sources: tuple[str, ...] = Field((), title="More sources", description="Trained on beside the source.")
     weights: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
         (),
         title="Weights",
-        description="Shares of the conversations, the source first, then more_sources: as many as these shares allow are "
-        "drawn, none twice. Empty: all of all.",
+        description="Shares of the conversations, the source first, then more_sources: as many as these shares allow "
+        "are drawn, none twice. Empty: all of all.",
     )
     heldout_source: str | None = Field(
         None,
@@ -124,7 +124,8 @@ class Data(_Group):
     on_truncated: Literal["stop", "keep"] = Field(
         "stop",
         title="Truncated files",
-        description="stop at a file that ends in the middle of a record or of its compression, or keep its whole records.",
+        description="stop at a file that ends in the middle of a record or of its compression, or keep its whole "
+        "records.",
     )
     supervise: Literal["all", "last"] = Field(
         "all", title="Supervise", description="Train on all answers of a conversation, or on its last one only."
@@ -132,8 +133,8 @@ class Data(_Group):
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         title="Processes",
-        description="That render and tokenise; samples and their order do not depend on it. auto: one a processor, where "
-        "there are many conversations.",
+        description="That render and tokenise; samples and their order do not depend on it. auto: one a processor, "
+        "where there are many conversations.",
     )
     regenerate: bool = Field(
         False,

@@ -50,9 +50,7 @@ def parse_record(value: object, *, source: str, number: int, place: str = "") ->
             `invalid_unicode`, `bad_tool_call`, `multimodal_...` (the part's type), `no_loss_mask`, `labels_shifted`.
     """
     if not isinstance(value, dict):
-        raise BadRecordError(
-            "wrong_structure", f"a JSON {type(value).__name__}, expected an object with `messages`"
-        )
+        raise BadRecordError("wrong_structure", f"a JSON {type(value).__name__}, expected an object with `messages`")
     fields: dict[str, Any] = {}
     for present, parse in _FORMS:
         if present(value):
@@ -98,7 +96,9 @@ def _message(item: object, list_key: str, place: str) -> Message:
         raise BadRecordError("wrong_structure", f"{place} is not an object")
     # Tables give every message every key, with nothing in those it lacks.
     sharegpt = item.get("role") is None and (item.get("from") is not None or list_key.startswith("conversation"))
-    role_key, content_key, roles = ("from", "value", _SHAREGPT_ROLES) if sharegpt else ("role", "content", _OPENAI_ROLES)
+    role_key, content_key, roles = (
+        ("from", "value", _SHAREGPT_ROLES) if sharegpt else ("role", "content", _OPENAI_ROLES)
+    )
     said = item.get(role_key)
     if not isinstance(said, str) or said not in roles:
         # The role itself is not shown: in a file with its keys mixed up it may be text of the conversation.

@@ -1,19 +1,25 @@
-"""The prepare stage: conversations in, samples and draft vocabulary out. What it lists is what the run trains on."""
+"""The prepare stage: conversations in, samples and draft vocabulary out. What it lists is what the run trains on.
+
+Conversations stream through it, so memory does not grow with them (a hash a conversation apart); only regeneration,
+which answers prompts sorted by length, holds all of them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.trainer.config import RunConfig
 from tasks.trainer.data.mask import ChatRenderer
-from tasks.trainer.data.prepared import PreparedData, make_samples, prompt_id, split
-from tasks.trainer.data.read import Conversation, Refusals, read_conversations
+from tasks.trainer.data.mixing import draw_limits, stream_sources
+from tasks.trainer.data.prepared import PreparedData, PreparedSample, check_sides, is_held_out, make_samples, prompt_id
+from tasks.trainer.data.read import Conversation, Refusals, nothing_read, stream_conversations
 from tasks.trainer.data.regenerate import regenerate
-from tasks.trainer.data.vocabulary import build_vocabulary, parent_vocabulary
+from tasks.trainer.data.servers import Servers
+from tasks.trainer.data.vocabulary import build_vocabulary, coverage_of, parent_vocabulary, special_tokens
 from tasks.trainer.errors import InputError
 from tasks.trainer.progress import Progress
 from tasks.trainer.run_dir import RunDir
@@ -47,37 +53,38 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         revision=config.target.revision,
         device=device,
     )
-    training, refusals = read_conversations([settings.source], on_error=settings.on_error)
-    if settings.heldout_source:
-        heldout, more = read_conversations([settings.heldout_source], on_error=settings.on_error)
-        refusals.merge(more)
-        heldout = _without_training_prompts(heldout, training, refusals, settings.heldout_source)
-    else:
-        training, heldout = split(training, settings.heldout_fraction)
+    refusals = Refusals()
+    sides = _Sides(config, refusals)
+    training: Iterable[Conversation] = sides.training()
+    heldout: Iterable[Conversation] = sides.heldout()
     arguments = {"date_string": settings.date_string}
+    num_regenerated = 0
     if settings.regenerate:
-        training, heldout = _answers(config, run, text, device, (training, heldout), arguments, refusals, progress)
+        asked = list(training), list(heldout)
+        answered = _answers(config, run, text, device, asked, arguments, refusals, progress)
+        training, heldout = answered
+        num_regenerated = sum(map(len, answered))
     renderer = ChatRenderer(text.tokenizer, text.eos_token_ids, template_arguments=arguments)
     prepared, domains = {}, {}
     for name, folder, conversations in (
         ("train", run.train_data, training),
         ("heldout", run.heldout_data, heldout),
     ):
-        own = Refusals()
-        samples = list(
-            make_samples(
-                conversations,
-                renderer,
-                max_tokens=settings.max_tokens,
-                on_long=settings.on_long,
-                # Held-out samples keep their length: what packs do to training must not change what is measured.
-                pack_tokens=config.train.pack_tokens if name == "train" else None,
-                long_documents=settings.long_documents,
-                refusals=own,
-            )
+        own, named = Refusals(), list[str]()
+        samples = make_samples(
+            conversations,
+            renderer,
+            max_tokens=settings.max_tokens,
+            on_long=settings.on_long,
+            # Held-out samples keep their length: what packs do to training must not change what is measured.
+            pack_tokens=config.train.pack_tokens if name == "train" else None,
+            long_documents=settings.long_documents,
+            supervise=settings.supervise,
+            workers=settings.workers,
+            refusals=own,
         )
-        domains[name] = group_domains([sample.domain for sample in samples])
-        prepared[name] = PreparedData.write(folder, samples, own)
+        prepared[name] = PreparedData.write(folder, _noting_domains(samples, named), own)
+        domains[name] = group_domains(named)
         refusals.merge(own)
     target_vocab_size = int(text.config.vocab_size)
     counts = prepared["train"].count_supervised(target_vocab_size)
@@ -85,7 +92,12 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         assert config.draft.init is not None, "the config checks it"
         vocabulary = parent_vocabulary(config.draft.init, counts)
     else:
-        vocabulary = build_vocabulary(counts, config.draft.vocab_size, text.eos_token_ids)
+        vocabulary = build_vocabulary(
+            counts,
+            config.draft.vocab_size,
+            special_tokens(text.tokenizer, text.eos_token_ids, counts),
+            occurrences=prepared["train"].count_supervised(target_vocab_size, every=True),
+        )
     vocabulary.save(run.vocabulary)
     return {
         "target": config.target.model,
@@ -101,7 +113,9 @@ def prepare_data(config: RunConfig, run: RunDir, progress: Progress) -> dict[str
         "packs": _first_packs(config, prepared["train"]),
         "vocabulary_size": len(vocabulary),
         "coverage": vocabulary.coverage,
-        "regenerated": len(training) + len(heldout) if settings.regenerate else 0,
+        "heldout_coverage": coverage_of(vocabulary, prepared["heldout"].count_supervised(target_vocab_size)),
+        "vocabulary_unseen": int((counts[vocabulary.t2d] == 0).sum()),
+        "regenerated": num_regenerated,
         "domains": dict(Counter(domains["train"]).most_common()),
         "heldout_domains": domains["heldout"],
         **{
@@ -139,20 +153,60 @@ def _first_packs(config: RunConfig, data: PreparedData) -> dict[str, Any]:
     }
 
 
-def _without_training_prompts(
-    heldout: list[Conversation], training: list[Conversation], refusals: Refusals, source: str
-) -> list[Conversation]:
-    """A held-out prompt that is trained on would flatter the draft: it is left out and counted."""
-    trained = {prompt_id(conversation) for conversation in training}
-    kept = []
-    for conversation in heldout:
-        if prompt_id(conversation) in trained:
-            refusals.add("heldout_prompt_in_training", conversation.where)
-        else:
-            kept.append(conversation)
-    if not kept:
-        raise InputError(f"every prompt of data.heldout_source={source!r} is in data.source too; hold out other ones")
-    return kept
+class _Sides:
+    """The two sides of the data, each a pass over its files. Training goes first: what it holds is not held out."""
+
+    def __init__(self, config: RunConfig, refusals: Refusals) -> None:
+        self._settings = config.data
+        self._refusals = refusals
+        self._limits = draw_limits(config.data)
+        self._trained: set[bytes] = set()
+        self._num_training = self._num_heldout = 0
+
+    def training(self) -> Iterator[Conversation]:
+        """Raises InputError when there is none, after the last one of the files."""
+        settings = self._settings
+        for conversation in stream_sources(settings, self._limits, self._refusals):
+            if settings.heldout_source:
+                self._trained.add(bytes.fromhex(prompt_id(conversation)))
+            elif is_held_out(conversation, settings.heldout_fraction):
+                self._num_heldout += 1
+                continue
+            self._num_training += 1
+            yield conversation
+        if not settings.heldout_source:
+            check_sides(self._num_training, self._num_heldout, settings.heldout_fraction)
+
+    def heldout(self) -> Iterator[Conversation]:
+        """A held-out prompt that is trained on would flatter the draft: it is left out and counted."""
+        settings, url = self._settings, self._settings.heldout_source
+        if url is None:
+            for conversation in stream_sources(settings, self._limits, Refusals()):
+                if is_held_out(conversation, settings.heldout_fraction):
+                    yield conversation
+            return
+        num_read = num_kept = 0
+        own = Refusals()
+        for conversation, _ in stream_conversations(
+            [url], on_error=settings.on_error, on_truncated=settings.on_truncated, refusals=own
+        ):
+            num_read += 1
+            if bytes.fromhex(prompt_id(conversation)) in self._trained:
+                own.add("heldout_prompt_in_training", conversation.where)
+            else:
+                num_kept += 1
+                yield conversation
+        if not num_read:
+            raise nothing_read([url], own)
+        if not num_kept:
+            raise InputError(f"every prompt of data.heldout_source={url!r} is in data.source too; hold out other ones")
+        self._refusals.merge(own)
+
+
+def _noting_domains(samples: Iterable[PreparedSample], names: list[str]) -> Iterator[PreparedSample]:
+    for sample in samples:
+        names.append(sample.domain)
+        yield sample
 
 
 def _answers(
@@ -165,10 +219,14 @@ def _answers(
     refusals: Refusals,
     progress: Progress,
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Both parts with the target's own answers. The target is freed on return."""
+    """Both parts with the target's own answers. A target in this process is freed on return."""
     settings = config.data
     folder = Path(settings.regenerate_dir) if settings.regenerate_dir else run.answers
-    target = Target.of(config.target, device=device)
+    target: Target | Servers
+    if settings.regenerate_servers:
+        target = Servers(settings.regenerate_servers, text, model=settings.regenerate_model)
+    else:
+        target = Target.of(config.target, device=device)
     total = sum(len(part) for part in parts)
 
     def shown(before: int) -> Callable[[int, int, int], None]:
@@ -183,6 +241,7 @@ def _answers(
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             temperature=settings.temperature,
+            temperatures=settings.temperatures,
             seed=settings.seed,
             template_arguments=arguments,
             refusals=refusals,

@@ -1,4 +1,4 @@
-"""Files in, raw records out, one at a time: JSON Lines, JSON, Parquet and Arrow, on any fsspec URL, gz or zst and others.
+"""Files in, raw records out, one at a time: JSON Lines, JSON, Parquet, Arrow, compressed or not, on any fsspec URL.
 
 Memory holds one record (of a table: one batch), never the file. JSON documents are cut into records by their brackets,
 with strings skipped whole, and each record is parsed alone: an event parser would give no byte of a bad record, and
@@ -41,7 +41,9 @@ _END_OF_SCALAR = re.compile(rb"[,\]\n]")
 # Documents that hold their records under a name: {"version": 1, "data": [...
 _SCALAR = rb'(?:"(?:[^"\\]|\\.)*"|-?[0-9.eE+]+|true|false|null)'
 _WRAPPED = re.compile(
-    rb'\s*\{\s*(?:"(?:[^"\\]|\\.)*"\s*:\s*' + _SCALAR + rb'\s*,\s*)*"(?:data|rows|items|examples|samples|train)"\s*:\s*\['
+    rb'\s*\{\s*(?:"(?:[^"\\]|\\.)*"\s*:\s*'
+    + _SCALAR
+    + rb'\s*,\s*)*"(?:data|rows|items|examples|samples|train)"\s*:\s*\['
 )
 
 
@@ -193,8 +195,8 @@ def _end_of_element(buffer: _Buffer, start: int) -> int:
             position = len(buffer.held) if found is None else found.start()
             if len(buffer.held) - start > LONGEST_RECORD:
                 raise InputError(
-                    f"the record at {buffer.place(start)} has no end within {LONGEST_RECORD >> 20} MiB: its brackets or "
-                    "quotes do not balance"
+                    f"the record at {buffer.place(start)} has no end within {LONGEST_RECORD >> 20} MiB: its "
+                    "brackets or quotes do not balance"
                 )
             if not buffer.fill():
                 raise TruncatedError(buffer.place(start))

@@ -36,23 +36,26 @@ def render_all(
 ) -> Iterator[Rendered]:
     """Each conversation with its rows. workers: processes; auto: one a processor, where there are more than FEW."""
     stream = iter(conversations)
-    few: list[Conversation] = []
     if workers == "auto":
         few = list(itertools.islice(stream, FEW + 1))
-        workers = min(os.cpu_count() or 1, _MOST) if len(few) > FEW else 1
-    stream = itertools.chain(few, stream)
-    if workers == 1:
+        num_workers = min(os.cpu_count() or 1, _MOST) if len(few) > FEW else 1
+        stream = itertools.chain(few, stream)
+    else:
+        num_workers = workers
+    if num_workers == 1:
         yield from (_rendered(renderer, conversation, supervise) for conversation in stream)
         return
     # Not fork: torch and tokenizers hold threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start, (renderer, supervise)) as pool:
+    with ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start, initargs=(renderer, supervise)
+    ) as pool:
         under_way: deque[tuple[list[Conversation], Future[list[list[Row] | str]]]] = deque()
         while True:
             chunk = list(itertools.islice(stream, _CHUNK))
             if chunk:
                 under_way.append((chunk, pool.submit(_render_chunk, chunk)))
-            if under_way and (not chunk or len(under_way) > 3 * workers):
+            if under_way and (not chunk or len(under_way) > 3 * num_workers):
                 done, future = under_way.popleft()
                 yield from zip(done, future.result(), strict=True)
             elif not chunk:

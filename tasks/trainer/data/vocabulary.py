@@ -118,9 +118,7 @@ def build_vocabulary(
     )
 
 
-def special_tokens(
-    tokenizer: Any, eos_token_ids: Collection[int], counts: npt.NDArray[np.int64]
-) -> tuple[int, ...]:
+def special_tokens(tokenizer: Any, eos_token_ids: Collection[int], counts: npt.NDArray[np.int64]) -> tuple[int, ...]:
     """What is in every draft vocabulary: the end-of-turn tokens, and of the tokenizer's added tokens those that answers
     hold or that the chat template writes (the start of a thought or of a tool call). Reserved ones, of which some
     tokenizers have a thousand, are not. Ascending ids."""
