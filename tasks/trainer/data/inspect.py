@@ -133,11 +133,7 @@ def inspect_data(config: RunConfig, *, num_shown: int, limit: int | None = None)
                 if message.reasoning:
                     roles["assistant's reasoning"] += _count(renderer, message.reasoning)
             # The lowest hashes: the same ones every time, from everywhere in the files.
-            entry = (
-                "".join(chr(0x10FFFF - ord(letter)) for letter in identity),
-                -found.num_conversations,
-                conversation,
-            )
+            entry = (-int(identity, 16), -found.num_conversations, conversation)
             if len(kept) < num_shown:
                 heapq.heappush(kept, entry)
             elif kept and entry[:2] > kept[0][:2]:

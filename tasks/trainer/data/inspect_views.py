@@ -105,7 +105,7 @@ def shorten(pieces: Sequence[Piece]) -> list[Piece]:
 def _edges(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Doubling bins: lengths of conversations spread over orders of magnitude."""
     low, high = int(np.log2(max(1, lengths.min()))), int(np.log2(max(1, lengths.max()))) + 1
-    return 2.0 ** np.arange(low, high + 1)
+    return np.logspace(low, high, high - low + 1, base=2.0, dtype=np.float64)
 
 
 def _histogram(lengths: npt.NDArray[np.int64], width: int = 40) -> list[tuple[str, int, str]]:
@@ -168,6 +168,7 @@ def _kind(piece: Piece) -> str:
 def _plots(found: Inspection) -> str:
     """PNG as base64: lengths of samples and answers, tokens by role, coverage by vocabulary size."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(12, 3.4), dpi=110, layout="constrained")
     lengths, roles, coverage = figure.subplots(1, 3)
@@ -179,15 +180,18 @@ def _plots(found: Inspection) -> str:
             lengths.hist(values, bins=_edges(values), histtype="stepfilled", alpha=0.55, label=label, color=colour)
     lengths.axvline(found.max_tokens, color="#b3261e", linestyle="--", linewidth=1, label="data.max_tokens")
     lengths.set(xscale="log", title="Lengths", xlabel="tokens", ylabel="count")
-    lengths.legend(frameon=False)
+    lengths.margins(y=0.35)  # room for the legend
+    lengths.legend(frameon=False, loc="upper left", ncols=2, fontsize="small")
     names = list(found.role_tokens)[::-1]
     colours = ["#54a24b" if name.startswith("assistant") else "#9aa7b3" for name in names]
     roles.barh(names, [found.role_tokens[name] for name in names], color=colours)
     roles.set(title="Tokens by role", xlabel="tokens")
+    roles.xaxis.set_major_formatter(EngFormatter(sep=""))
     if found.coverage:
         coverage.plot(list(found.coverage), [100 * share for share in found.coverage.values()], marker="o")
         coverage.axvline(found.vocab_size, color="#b3261e", linestyle="--", linewidth=1, label="draft.vocab_size")
-        coverage.legend(frameon=False)
+        coverage.legend(frameon=False, loc="lower right", fontsize="small")
+        coverage.set_ylim(top=100.5, bottom=min(99.0, 100 * min(found.coverage.values()) - 1))
     coverage.set(xscale="log", title="Draft vocabulary", xlabel="tokens", ylabel="% of supervised tokens")
     _tidy(figure.axes)
     out = io.BytesIO()
