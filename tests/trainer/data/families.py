@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
-    "user assistant system model tool What does an eagle eat? Fish, hares and snakes. How far can it see? And at night? "
-    "Less. It hunts by day. Answer in a few words. The end of the day, the end of the answer.\n\n",
+    "user assistant system model tool What does an eagle eat? Fish, hares and snakes. How far can it see? And at "
+    "night? Less. It hunts by day. Answer in a few words. The end of the day, the end of the answer.\n\n",
     '<think>\nTwo and two make four.\n</think>\n\n4 {"name": "get_weather", "arguments": {"town": "Bergen"}}\n',
 ] * 8
 
@@ -27,7 +27,8 @@ _CHATML = (
     "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}"
+    "{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -58,8 +59,9 @@ FAMILIES = {
     ),
     # Shows the thoughts of answers after the last question only.
     "reasoning": Family(
-        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-        "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{% if m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}{% set said = m.content %}"
         "{% if not thought and '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
         "{% set said = said.split('</think>')[-1] %}{% endif %}"

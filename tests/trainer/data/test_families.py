@@ -93,7 +93,12 @@ def test_supervise_last_in_every_form() -> None:
 def test_preformatted_text_is_masked_as_its_messages(family: str) -> None:
     """Red when a text that the template made is masked otherwise than the messages it was made of."""
     renderer = renderer_of(family)
-    messages = (Message("user", "Hello"), Message("assistant", "Hi."), Message("user", "Bye"), Message("assistant", "x y"))
+    messages = (
+        Message("user", "Hello"),
+        Message("assistant", "Hi."),
+        Message("user", "Bye"),
+        Message("assistant", "x y"),
+    )
     conversation = Conversation("f", 1, messages)
     text = renderer._text(messages)
     (row,) = renderer.rows(conversation)
