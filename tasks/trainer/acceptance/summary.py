@@ -81,7 +81,7 @@ class AcceptanceReport:
 
     lossless: every answer passed the check named by lossless_check: "generate" (token for token, float32), "rescored"
     (every token within tie_margin of the maximum logit; num_not_argmax tokens are not the exact argmax,
-    largest_gap is the widest) or, when sampling, "statistical" (p_likelihood and p_candidate: lossless.py; None when
+    largest_gap is the widest) or, when sampling, "statistical" (p_likelihood and p_favoured: lossless.py; None when
     greedy). lossy_prompts: indices of the conversations that failed.
     num_equal_to_generate: answers identical to transformers.generate's, informative below float32.
     num_prompts: conversations counted or not, the lengthened ones apart; turns_left_out: later turns that were not
@@ -121,7 +121,7 @@ class AcceptanceReport:
     largest_gap: float
     num_equal_to_generate: int
     p_likelihood: float | None
-    p_candidate: float | None
+    p_favoured: float | None
     num_prompts: int
     turns_left_out: int
     num_tokens: int
@@ -157,7 +157,7 @@ def summarise(
     num_tokens = sum(one.num_tokens for _, one in main)
     num_counted = sum(one.num_tokens for one in counts["draft"])
     is_tree, sampled = settings.drafting == "tree", settings.temperature > 0.0
-    p_likelihood, p_candidate = verdicts.sampled.p_values() if sampled else (None, None)
+    p_likelihood, p_favoured = verdicts.sampled.p_values() if sampled else (None, None)
     return AcceptanceReport(
         drafting=settings.drafting,
         num_draft_tokens=settings.depth,
@@ -188,7 +188,7 @@ def summarise(
         largest_gap=verdicts.largest_gap,
         num_equal_to_generate=verdicts.num_equal,
         p_likelihood=p_likelihood,
-        p_candidate=p_candidate,
+        p_favoured=p_favoured,
         num_prompts=len(main),
         turns_left_out=turns_left_out,
         num_tokens=num_tokens,
