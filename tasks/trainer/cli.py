@@ -97,7 +97,7 @@ def export(
     """Write the trained draft as a folder that engines load: SGLang and vLLM, vLLM alone, or the package speculators.
 
     Examples: eyas export runs/mine OUT --check; eyas export s3://bucket/run OUT --layout vllm --json;
-    eyas export runs/mine/draft OUT --layout speculators --target Qwen/Qwen3-8B
+    eyas export runs/mine OUT --layout speculators --target Qwen/Qwen3-8B
     """
     from tasks.trainer.export.stage import export_folder, export_run
 

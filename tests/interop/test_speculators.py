@@ -38,8 +38,8 @@ def test_it_drafts_what_we_trained(shape: str, target_folder: Path, tmp_path: Pa
     assert report["class"] == "Eagle3DraftModel"
     assert report["versions"]["speculators"] == "0.9.0"
     assert report["unknown"] == []
-    # The target's own, which it reads from the target.
-    assert report["missing"] == ["embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"]
+    # The target's own, which it reads from the target. An embedding that is missing it would leave uninitialised.
+    assert report["missing"] == ["verifier_lm_head.weight", "verifier_norm.weight"]
     # Its ids are of the states that enter a layer.
     assert report["aux_layer_ids"] == [layer + 1 for layer in case.draft.config.aux_layer_ids]
     found, expected = load_file(folder / "found.safetensors"), our_logits(case)

@@ -23,7 +23,8 @@ def model_card(config: DraftConfig, about: About, *, layout: str, dtype: str) ->
         "\n".join(["---", *base, "tags:", "- eagle3", "- speculative-decoding", "---"]),
         f"# EAGLE-3 draft for {name}",
         f"A draft model for speculative decoding: it proposes tokens, `{about.target}` checks them, and the output "
-        f"stays the target's own. It is of no use alone. The folder is in the `{layout}` layout, for {_ENGINES[layout]}.",
+        f"stays the target's own. It is of no use alone. The folder is in the `{layout}` layout, for "
+        f"{_ENGINES[layout]}.",
         "## Serve it",
         "`FOLDER` is this folder.",
         serving_commands(target=about.target, draft="FOLDER", draft_tokens=about.draft_tokens, layout=layout),

@@ -1,8 +1,9 @@
 """The serving folder: config.json, model.safetensors and README.md in one of the layouts that engines load.
 
 It is written beside its place and renamed, so that a reader sees all of it or nothing. The target's embedding is left
-out: engines share the target's own, and a copy would be the largest tensor of the file. What was read can be written
-again in the same layout, byte for byte, or in another.
+out: engines share the target's own, and a copy would be the largest tensor of the file. The `speculators` layout has
+it, as that package's own drafts do: 0.9.0 under transformers 5 leaves a missing one as uninitialised memory, and says
+nothing. What was read can be written again in the same layout, byte for byte, or in another.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tasks.trainer.files import sync_file, sync_folder
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Exported:
     """By a draft's state-dict names, on the CPU, floats in the folder's dtype."""
     about: About
     layout: str
+    embedding: Tensor | None = None
+    """The target's, [V, D] in the folder's dtype; of the `speculators` layout alone."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,13 +60,18 @@ def export_draft(draft: Eagle3Draft, folder: Path, *, about: About, dtype: torch
     written.
     """
     tensors = {name: tensor.detach().to("cpu", MAPS.get(name, dtype)) for name, tensor in draft.state_dict().items()}
-    write_exported(Exported(draft.config, tensors, about, layout), folder)
+    embedding = draft.embedding.detach().to("cpu", dtype) if layout == "speculators" else None
+    write_exported(Exported(draft.config, tensors, about, layout, embedding), folder)
 
 
 def write_exported(exported: Exported, folder: Path) -> None:
     """Write a draft that was read, in its `layout`; as `export_draft`."""
     if not exported.about.target:
         raise InputError("this draft does not say which target it is for; name it (--target)")
+    if exported.layout == "speculators" and exported.embedding is None:
+        raise InputError(
+            "the speculators layout has the target's embedding, which this folder leaves out; export the run itself"
+        )
     folder = Path(os.path.abspath(folder))
     _check_place(folder)
     config, layout, dtype = exported.config, exported.layout, exported.dtype
@@ -79,6 +88,8 @@ def write_exported(exported: Exported, folder: Path) -> None:
     try:
         scratch.chmod(0o755)  # mkdtemp makes it private, and the server may run as another user
         tensors = layout_tensors(exported.tensors, config, layout=layout)
+        if layout == "speculators" and exported.embedding is not None:
+            tensors[EMBEDDING] = exported.embedding.contiguous()
         save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
             (scratch / name).write_text(text, encoding="utf-8")
@@ -102,7 +113,9 @@ def read_exported(folder: Path) -> Exported:
     config = draft_config(flat_config(described, path), path)
     about = About.of_document(described.get("eyas", {}), path)
     weights = folder / WEIGHTS_FILE
-    return Exported(config, draft_tensors(_read_tensors(weights), config, weights), about, layout)
+    tensors = _read_tensors(weights)
+    embedding = tensors.get(EMBEDDING) if layout == "speculators" else None
+    return Exported(config, draft_tensors(tensors, config, weights), about, layout, embedding)
 
 
 def load_exported(folder: Path, *, embedding: Tensor) -> Eagle3Draft:

@@ -5,7 +5,7 @@ A draft's own names are those of the `sglang` layout (SpecForge's, too), but for
     layout        first layer   norm above the first layer             maps of a draft vocabulary
     sglang        midlayer.     layers.N.hidden_norm, input_layernorm  d2t, t2d
     vllm          layers.0.     layers.N.input_layernorm               d2t
-    speculators   layers.0.     layers.N.input_layernorm               d2t, t2d
+    speculators   layers.0.     layers.N.input_layernorm               d2t, t2d; and the target's embedding (folder.py)
 
 The norm has two names in the first because vLLM, which loads that layout as well, reads the other one. No layout has
 maps where the draft vocabulary is the target's: vLLM stops at a tensor that it has no place for.
