@@ -204,7 +204,7 @@ def _read_part(config: RunConfig, device: str) -> DataRows:
         if config.target.chat_template is not None:
             tokenizer.chat_template = Path(config.target.chat_template).read_text(encoding="utf-8")
     if settings.regenerate:
-        samples = [_answered(conversation, tokenizer, config) for conversation in part]
+        samples = [_answered(conversation, tokenizer, config) for conversation in part if conversation.messages]
     else:
         renderer = ChatRenderer(tokenizer, eos, template_arguments={"date_string": settings.date_string})
         samples = list(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -75,6 +76,15 @@ _own: tuple[ChatRenderer, Supervise] | None = None  # of a pool's process
 def _start(renderer: ChatRenderer, supervise: Supervise) -> None:
     global _own
     _own = renderer, supervise
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed tells its pool nothing, and the pool's processes would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _render_chunk(conversations: Sequence[Conversation]) -> list[list[Row] | str]:

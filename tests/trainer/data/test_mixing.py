@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +77,55 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
             assert one == other == "starts_with_answer"
             continue
         assert [[part.tolist() for part in row] for row in one] == [[part.tolist() for part in row] for row in other]
+
+
+KILLED = """
+import itertools, sys
+from tasks.trainer.data.mask import ChatRenderer
+from tasks.trainer.data.read import Conversation, Message
+from tasks.trainer.data.rendering import render_all
+from tests.trainer.data.families import family_tokenizer
+if __name__ == "__main__":
+    import multiprocessing, time
+    tokenizer = family_tokenizer("chatml")
+    said = Conversation("f", 1, (Message("user", "q"), Message("assistant", "a")))
+    rendered = render_all(ChatRenderer(tokenizer, (tokenizer.eos_token_id,)), itertools.repeat(said), workers=2)
+    next(rendered)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_run_leaves_no_processes(tmp_path: Path) -> None:
+    """Red when the processes of a pool outlive a parent that was killed: they would keep its memory for ever."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        process.kill()
+    for _ in range(600):
+        left = [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and is_running(pid)]
+        if not left:
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is more than an entry that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def prepare(values: dict[str, object]) -> tuple[RunDir, dict[str, object]]:
