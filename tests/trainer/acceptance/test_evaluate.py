@@ -141,3 +141,53 @@ def test_input_errors(target: Target, trained: Eagle3Draft, untrained: Eagle3Dra
         evaluate_acceptance(target, trained, untrained, long, SETTINGS)
     with pytest.raises(InputError, match="only 1 of 1 prompts"):
         evaluate_acceptance(target, trained, untrained, asked(prompts[:1]), SETTINGS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafting", ["chain", "tree"])
+def test_every_way_of_drafting(
+    drafting: str,
+    temperature: float,
+    target: Target,
+    trained: Eagle3Draft,
+    untrained: Eagle3Draft,
+    prompts: list[Tensor],
+) -> None:
+    """Red when a way of drafting is measured as another one, or its figures do not add up."""
+    settings = changed(**(TREE if drafting == "tree" else {}), temperature=temperature)
+    report = evaluate_acceptance(target, trained, untrained, asked(prompts), settings)
+    assert report.lossless
+    assert report.lossless_check == ("statistical" if temperature else "generate")
+    assert (report.drafting, report.temperature) == (drafting, temperature)
+    assert report.tree_tokens == (16 if drafting == "tree" else None)
+    assert report.num_draft_tokens == len(report.acceptance) == (5 if drafting == "tree" else 4)
+    assert len(report.emitted) == report.num_draft_tokens + 1
+    assert (report.p_favoured is None) == (temperature == 0.0)
+    assert report.tau_interval[0] <= report.tau <= report.tau_interval[1]
+    assert report.tau > report.tau_untrained >= 1
+    assert [(one["from"], one["to"]) for one in report.contexts] == [(0, 256)]
+    assert report.contexts[0]["tau"] == report.tau
+    assert report.speed_up == report.plain_seconds / report.speculative_seconds
+    assert report.speed_up_ceiling > 1
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
+def test_batches_do_not_matter(
+    target: Target, trained: Eagle3Draft, untrained: Eagle3Draft, prompts: list[Tensor]
+) -> None:
+    """Red when a figure depends on the batch, or the way without masks (batches of one) counts otherwise."""
+    reports = [
+        evaluate_acceptance(target, trained, untrained, asked(prompts), changed(batch_size=size)) for size in (1, 2, 4)
+    ]
+    for name in ("tau", "tau_untrained", "tau_ngram", "acceptance", "emitted", "contexts", "tau_interval"):
+        assert len({repr(getattr(report, name)) for report in reports}) == 1, name
+
+
+def test_settings_are_checked() -> None:
+    """Red when a tree that cannot be, or a set named twice, passes."""
+    with pytest.raises(ValueError, match="tree_tokens=4"):
+        changed(drafting="tree", tree_tokens=4)
+    with pytest.raises(ValueError, match="names a set twice"):
+        changed(prompts=["a.jsonl", "a.jsonl"])
+    with pytest.raises(ValueError, match="leaves heldout out"):
+        changed(prompts=["a.jsonl"], context_lengths=[64])

@@ -10,7 +10,9 @@ from tasks.trainer.acceptance.statistics import (
     Round,
     acceptance_per_depth,
     bootstrap_tau,
+    count_by_context,
     count_rounds,
+    emitted_histogram,
     loop_start,
     tau,
 )
@@ -51,6 +53,24 @@ def test_round_that_ends_the_answer() -> None:
     # The second proposal was the end of the turn: no bonus token, and the other two were neither right nor wrong.
     counts = count_rounds([Round(4, 2, 2)], cut=3, num_draft_tokens=4)
     assert counts == PromptCounts(2, 1.0, tried=(1, 1, 0, 0), accepted=(1, 1, 0, 0))
+
+
+def test_contexts_divide_the_rounds() -> None:
+    """Red when a round counts in another range than that of its context, in two, or in none."""
+    # Rounds begin at answer tokens 1, 4, 9, 10; with a prompt of 252 tokens at contexts 253, 256, 261, 262.
+    found = count_by_context(ROUNDS, cut=12, num_draft_tokens=4, prompt_length=252)
+    assert found == {
+        0: PromptCounts(3, 1.0, tried=(1, 1, 1, 0), accepted=(1, 1, 0, 0)),
+        256: PromptCounts(8, 3.0, tried=(3, 2, 1, 1), accepted=(2, 1, 1, 1)),
+    }
+    assert found[0] + found[256] == count_rounds(ROUNDS, cut=12, num_draft_tokens=4)
+    assert list(count_by_context(ROUNDS, cut=12, num_draft_tokens=4, prompt_length=1020)) == [512, 1024]
+
+
+def test_emitted_histogram() -> None:
+    """Red when a round is counted by what it accepted, or one that crosses the cut is counted."""
+    assert emitted_histogram(ROUNDS, cut=12, num_draft_tokens=4) == [1, 1, 1, 0, 1]
+    assert emitted_histogram(ROUNDS, cut=8, num_draft_tokens=4) == [0, 0, 1, 0, 0]
 
 
 def test_ratio_of_sums() -> None:
