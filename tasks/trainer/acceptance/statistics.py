@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 LOOP_NGRAM = 8
+FIRST_CONTEXT = 256
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One verification. num_accepted: proposals that were emitted; num_emitted: those and the target's own token."""
+    """One verification. num_proposed: of a chain its length, of a tree the longest branch that holds the last node
+    reached; num_accepted: proposals that were emitted; num_emitted: those and the target's own token."""
 
     num_proposed: int
     num_accepted: int
@@ -42,6 +44,15 @@ class PromptCounts:
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
 
+    def __add__(self, other: PromptCounts) -> PromptCounts:
+        """Of two answers together, the turns of a conversation for one: they are no two draws of the bootstrap."""
+        return PromptCounts(
+            self.num_tokens + other.num_tokens,
+            self.num_forwards + other.num_forwards,
+            tuple(map(sum, zip(self.tried, other.tried, strict=True))),
+            tuple(map(sum, zip(self.accepted, other.accepted, strict=True))),
+        )
+
 
 def loop_start(answer: Sequence[int]) -> int:
     """Number of tokens before the first repeated 8-gram; the answer's length when none repeats."""
@@ -54,14 +65,22 @@ def loop_start(answer: Sequence[int]) -> int:
     return len(answer)
 
 
-def count_rounds(rounds: Sequence[Round], *, cut: int, num_draft_tokens: int) -> PromptCounts:
-    """Sum the rounds of one answer over its tokens 1 .. cut-1; token 0 came with the prompt's forward."""
+def count_rounds(
+    rounds: Sequence[Round], *, cut: int, num_draft_tokens: int, first: int = 0, end: int | None = None
+) -> PromptCounts:
+    """Sum the rounds of one answer over its tokens 1 .. cut-1; token 0 came with the prompt's forward.
+
+    first, end: of the rounds that begin at such an answer token alone, first <= token < end; default all.
+    """
     num_tokens, num_forwards, start = 0, 0.0, 1
     tried, accepted = [0] * num_draft_tokens, [0] * num_draft_tokens
     for round_ in rounds:
         kept = min(start + round_.num_emitted, cut) - start
         if kept <= 0:
             break
+        begins, start = start, start + round_.num_emitted
+        if begins < first or (end is not None and begins >= end):
+            continue
         num_tokens += kept
         num_forwards += kept / round_.num_emitted
         # Depth k tries token start + k; the first rejected proposal is the last one tried. Proposals past the
@@ -69,8 +88,35 @@ def count_rounds(rounds: Sequence[Round], *, cut: int, num_draft_tokens: int) ->
         for depth in range(min(round_.num_proposed, round_.num_accepted + 1, kept)):
             tried[depth] += 1
             accepted[depth] += depth < round_.num_accepted
-        start += round_.num_emitted
     return PromptCounts(num_tokens, num_forwards, tuple(tried), tuple(accepted))
+
+
+def count_by_context(
+    rounds: Sequence[Round], *, cut: int, num_draft_tokens: int, prompt_length: int
+) -> dict[int, PromptCounts]:
+    """count_rounds by the tokens before a round: key n is n <= context < 2 n, for n = 256, 512, ..; 0 is below 256."""
+    found = {}
+    longest = prompt_length + cut
+    low, high = 0, FIRST_CONTEXT
+    while low < longest:
+        counts = count_rounds(
+            rounds, cut=cut, num_draft_tokens=num_draft_tokens, first=low - prompt_length, end=high - prompt_length
+        )
+        if counts.num_forwards > 0:
+            found[low] = counts
+        low, high = high, 2 * high
+    return found
+
+
+def emitted_histogram(rounds: Sequence[Round], *, cut: int, num_draft_tokens: int) -> list[int]:
+    """How many rounds emitted 1, 2, .. num_draft_tokens + 1 tokens, of those that end before the cut."""
+    found, start = [0] * (num_draft_tokens + 1), 1
+    for round_ in rounds:
+        start += round_.num_emitted
+        if start > cut:
+            break
+        found[round_.num_emitted - 1] += 1
+    return found
 
 
 def tau(counts: Sequence[PromptCounts]) -> float:

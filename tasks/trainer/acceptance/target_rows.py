@@ -164,10 +164,12 @@ def _masks(target: Target, visible: Tensor, distance: Tensor) -> Tensor | dict[s
     window = getattr(target.config, "sliding_window", None)
     if unknown := types - {"full_attention", "sliding_attention"}:
         raise InputError(f"target {target.name!r} has layers of {', '.join(sorted(unknown))}; {_WAY_OUT}")
-    if window is None or (not types and not getattr(target.config, "use_sliding_window", True)):
+    if "sliding_attention" not in types and (types or not getattr(target.config, "use_sliding_window", True)):
+        window = None
+    if window is None:
         return added(visible)
     near = added(visible & (distance < window))
-    return {"full_attention": added(visible), "sliding_attention": near} if "sliding_attention" in types else near
+    return {"full_attention": added(visible), "sliding_attention": near} if types else near
 
 
 def check_rows(target: Target) -> None:
