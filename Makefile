@@ -9,13 +9,14 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 120
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test check soak e2e ui ui-down clean
+.PHONY: help demo test check soak e2e interop ui ui-down clean
 
 help:
 	@echo "make demo   train a draft for a real 135M model, online and offline (15 to 35 minutes on 2 cores)"
 	@echo "make test   run the tests (about 15 minutes on 2 cores)"
 	@echo "make check  ruff, mypy and the import rules"
 	@echo "make soak   long randomised trials, seeded (SOAK_SEED=0)"
+	@echo "make interop  speculators and specforge load our exports and train on the same batch"
 	@echo "make clean  remove .venv and the demo's runs"
 
 demo: $(VENV)/demo
@@ -43,6 +44,10 @@ e2e: $(VENV)/e2e
 	$(BIN)/python -m pytest -m e2e tests/e2e
 	@echo "Screenshots: tests/e2e/output/"
 
+# Other trainers, in processes of their own: tests/interop/requirements.txt says how they are installed.
+interop: $(VENV)/interop/installed
+	EYAS_INTEROP=$(CURDIR)/$(VENV)/interop $(BIN)/python -m pytest -m interop tests/interop
+
 soak: $(VENV)/demo
 	$(BIN)/python -m pytest -m soak
 
@@ -66,4 +71,11 @@ $(VENV)/demo: $(VENV)/installed
 
 $(VENV)/e2e: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,e2e]'
+	@touch $@
+
+$(VENV)/interop/installed: $(VENV)/installed tests/interop/requirements.txt
+	@echo "Downloading speculators and specforge, without what they would install (about 15 MB)."
+	rm -rf $(VENV)/interop
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/interop \
+		--requirement tests/interop/requirements.txt
 	@touch $@

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tasks.trainer.champion_cli import app as champion_app
 from tasks.trainer.config import RunConfig
 from tasks.trainer.config_nightly import NightlyConfig, read_nightly
+from tasks.trainer.data.cli import app as data_app
 from tasks.trainer.export.commands import Layout
 from tasks.trainer.parent import SERVING_CONFIG
 from tasks.trainer.recipe import dump_config, load_config, read_config
@@ -37,6 +38,7 @@ def mount(app: typer.Typer) -> None:
     app.command()(export)
     app.command()(config)
     app.add_typer(champion_app, name="champion")
+    app.add_typer(data_app, name="data")
 
 
 def plan(

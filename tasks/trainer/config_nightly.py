@@ -125,8 +125,8 @@ class NightlyConfig(BaseModel):
             )
         if self.data.more_sources:
             raise ValueError(
-                f"data.more_sources={list(self.data.more_sources)}: a night reads data.source alone; make it a glob that "
-                "matches all files"
+                f"data.more_sources={list(self.data.more_sources)}: a night reads data.source alone; make it a glob "
+                "that matches all files"
             )
         if self.data.heldout_fraction == 0.0 or self.data.heldout_fraction + self.nightly.recent_heldout >= 1.0:
             raise ValueError(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.errors import StoreError
 from tasks.trainer.config import Auto, Offline, RunConfig, identity_fields
+from tasks.trainer.config_evaluate import HELDOUT
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import digest_url
 from tasks.trainer.progress import JsonLines, Progress, emit
@@ -154,6 +155,7 @@ def stage_inputs(stage: str, config: RunConfig, run: RunDir) -> str:
     elif stage == "evaluate":
         values |= {"evaluate": config.evaluate.model_dump(mode="json"), "train": run.receipt("train")}
         values |= {"export": config.train.export}
+        values |= {"prompts": [digest_url(url) for url in config.evaluate.prompts if url != HELDOUT]}
     elif stage == "export":
         values |= {"train": run.receipt("train"), "export": config.train.export}
     elif stage == "judge":

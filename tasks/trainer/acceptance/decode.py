@@ -47,15 +47,15 @@ class Proposer(Protocol):
 class Decoded:
     """One answer. prompt int64 [P] on the CPU; answer: A >= 1 tokens, the end-of-turn token included; rounds: they
     emit answer[1:], since answer[0] comes with the prompt's forward; aux_hidden [P + A - 1, 3D]: of every position
-    but the last token's; seconds: wall clock, the prompt's forward included; offered: of each answer token the first
-    candidate that was proposed in its place, -1 for none (speculate.py; empty from `decode`)."""
+    but the last token's; seconds: wall clock, the prompt's forward included; favoured: when sampling, of each place at
+    which a round drew a token: the probability that it is one of those the draft favours, and whether it was."""
 
     prompt: Tensor
     answer: list[int]
     rounds: list[Round]
     aux_hidden: Tensor
     seconds: float
-    offered: list[int] = field(default_factory=list)
+    favoured: list[tuple[float, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,194 +1,219 @@
-"""What a draft is worth: decode held-out prompts for real and compare with two baselines on the same answers.
+"""What a draft is worth: decode prompts for real and compare with two baselines on the same answers.
 
-The trained draft decodes with the target. N-gram lookup and the untrained draft are replayed on the answers that
-came out (acceptance/decode.py says why that is exact), and each answer is checked against the target alone. One prompt
-at a time, unbatched: slower than a server, but nothing is padded and nothing approximated.
+The trained draft decodes with the target, several prompts at once, as a server does. N-gram lookup and the untrained
+draft are replayed on the answers that came out (speculate.py says how far that is exact), and answers are checked
+against the target alone, which is also what decoding costs without a draft. Prompts go by length into batches, and the
+second turns of conversations after all first ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tasks.trainer.acceptance.decode import EXACT_DTYPES, decode, replay, verify_lossless
+from tasks.trainer.acceptance.decode import EXACT_DTYPES, Decoded, decode
+from tasks.trainer.acceptance.decode import replay as replay_one
 from tasks.trainer.acceptance.drafter import Drafter
+from tasks.trainer.acceptance.lossless import generate_batch, sampled_sums, verify_batch
 from tasks.trainer.acceptance.ngram import NgramLookup
+from tasks.trainer.acceptance.prompts import Prompt
+from tasks.trainer.acceptance.speculate import Rules, replay, speculate
 from tasks.trainer.acceptance.statistics import (
     PromptCounts,
-    acceptance_per_depth,
-    bootstrap_tau,
+    Round,
+    count_by_context,
     count_rounds,
+    emitted_histogram,
     loop_start,
-    tau,
 )
+from tasks.trainer.acceptance.summary import AcceptanceReport, Measured, Verdicts, summarise
+from tasks.trainer.acceptance.target_rows import check_rows
+from tasks.trainer.acceptance.tree import TreeShape
+from tasks.trainer.config_evaluate import Evaluate
+from tasks.trainer.data.mask import ChatRenderer
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import Target
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceReport:
-    """Greedy acceptance (temperature 0) of a chain of num_draft_tokens; acceptance/statistics.py defines tau. Plain
-    numbers, strings and sequences of them: `dataclasses.asdict` is JSON.
-
-    tau, tau_ngram, tau_untrained: of the draft, of n-gram lookup and of the untrained draft, on the same answers.
-    *_interval: 95% bootstrap intervals over prompts; those of differences are paired.
-    acceptance, acceptance_ngram, acceptance_untrained: per depth, among proposals whose predecessors were accepted.
-    lossless: every answer passed the check named by lossless_check: "generate" (token for token, float32) or "rescored"
-    (every token within tie_margin of the maximum logit; num_not_argmax tokens are not the exact argmax,
-    largest_gap is the widest). lossy_prompts: indices of the prompts that failed.
-    num_equal_to_generate: answers identical to transformers.generate's, informative below float32.
-    num_tokens: emitted by rounds; num_tokens_counted: of them before the first repeated 8-gram; loop_share: the rest's.
-    speculative_seconds, plain_seconds: wall clock of all answers, with and without the draft.
-    domains: of each domain name, prompts, tau, tau_interval (None for one prompt), tau_ngram, acceptance; the most
-    prompts first. Empty unless prompts are of two at least.
-    """
-
-    tau: float
-    tau_interval: tuple[float, float]
-    tau_ngram: float
-    tau_untrained: float
-    tau_minus_ngram_interval: tuple[float, float]
-    tau_minus_untrained_interval: tuple[float, float]
-    acceptance: list[float]
-    acceptance_ngram: list[float]
-    acceptance_untrained: list[float]
-    lossless: bool
-    lossless_check: str
-    lossy_prompts: list[int]
-    tie_margin: float
-    num_not_argmax: int
-    largest_gap: float
-    num_equal_to_generate: int
-    num_prompts: int
-    num_draft_tokens: int
-    max_new_tokens: int
-    num_tokens: int
-    num_tokens_counted: int
-    loop_share: float
-    speculative_seconds: float
-    plain_seconds: float
-    domains: list[dict[str, Any]]
+def rules_of(settings: Evaluate) -> Rules:
+    """How the settings draft and sample."""
+    drawn = settings.temperature > 0.0 and settings.candidates == "drawn"
+    shape = (
+        TreeShape(settings.tree_top_k, settings.tree_depth, settings.tree_tokens, drawn)
+        if settings.drafting == "tree"
+        else TreeShape.chain(settings.draft_tokens, drawn=drawn)
+    )
+    return Rules(shape, settings.max_new_tokens, settings.temperature)
 
 
 def evaluate_acceptance(
     target: Target,
     draft: Eagle3Draft,
     untrained: Eagle3Draft,
-    prompts: Sequence[npt.NDArray[np.int32]],
+    prompts: Sequence[Prompt],
+    settings: Evaluate,
     *,
-    num_draft_tokens: int,
-    max_new_tokens: int,
-    tie_margin: float,
-    bootstrap_samples: int = 2000,
-    seed: int = 0,
-    domains: Sequence[str] | None = None,
+    renderer: ChatRenderer | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> AcceptanceReport:
-    """Decode every prompt (token ids [P], the generation prompt included) and count.
+    """Decode every conversation and count.
 
-    domains: the name of each prompt's, None for none. progress(done, total) is called after each prompt. Raises
-    InputError for an empty prompt, one that does not fit the target's positions, or when fewer than two answers have a
-    token to count.
+    renderer: for prompts of several turns. progress(done, total) is called after each batch, in turns. Raises
+    InputError for an empty prompt, one that does not fit the target's positions, a target that takes no trees, or when
+    fewer than two conversations have a token to count.
     """
-    _check_prompts(target, prompts, max_new_tokens)
-    limits = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens}
-    counts: dict[str, list[PromptCounts]] = {"draft": [], "ngram": [], "untrained": []}
-    checks, counted_domains = [], []
-    num_tokens, seconds = 0, 0.0
-    for done, token_ids in enumerate(prompts, start=1):
-        prompt = torch.from_numpy(token_ids.astype(np.int64))
-        decoded = decode(target, prompt, Drafter(draft), **limits)
-        checks.append(
-            verify_lossless(target, prompt, decoded.answer, max_new_tokens=max_new_tokens, tie_margin=tie_margin)
-        )
-        num_tokens += len(decoded.answer) - 1
-        seconds += decoded.seconds
+    _check_prompts(target, prompts, settings.max_new_tokens)
+    if not _one_at_a_time(settings):
+        check_rows(target)
+    work = _Evaluation(target, draft, untrained, settings)
+    total = sum(1 + len(prompt.to_come) for prompt in prompts)
+    done, wave = 0, list(enumerate(prompts))
+    while wave:
+        wave.sort(key=lambda pair: len(pair[1].token_ids))
+        following = []
+        for start in range(0, len(wave), settings.batch_size):
+            batch = wave[start : start + settings.batch_size]
+            answers = work.measure(batch)
+            for (number, prompt), answer in zip(batch, answers, strict=True):
+                done += 1
+                if not prompt.to_come:
+                    continue
+                assert renderer is not None, "later turns must be rendered"
+                text = target.tokenizer.decode(answer, skip_special_tokens=True)
+                further = prompt.following(text, renderer)
+                if further is not None and _fits(target, further, settings.max_new_tokens):
+                    following.append((number, further))
+                else:
+                    work.left_out += len(prompt.to_come)
+                    done += len(prompt.to_come)
+            if progress is not None:
+                progress(done, total)
+        wave = following
+    return work.report(prompts)
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """The sums of an evaluation under way."""
+
+    target: Target
+    draft: Eagle3Draft
+    untrained: Eagle3Draft
+    settings: Evaluate
+    measured: dict[int, Measured] = field(default_factory=dict)
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    left_out: int = 0
+
+    def measure(self, batch: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
+        """Decode a batch of numbered conversations' present turns; returns the answers."""
+        prompts = [torch.from_numpy(prompt.token_ids).to(torch.int64) for _, prompt in batch]
+        rules = rules_of(self.settings)
+        # Of every prompt its own, whatever it is batched with, and another in each turn.
+        seeds = [_seed(self.settings.seed, number, len(prompt.said)) for number, prompt in batch]
+        if _one_at_a_time(self.settings):
+            decoded = [
+                decode(
+                    self.target,
+                    prompt,
+                    Drafter(self.draft),
+                    num_draft_tokens=self.settings.depth,
+                    max_new_tokens=self.settings.max_new_tokens,
+                )
+                for prompt in prompts
+            ]
+        else:
+            decoded = speculate(self.target, self.draft, prompts, rules, seeds=seeds)
+        self._check([number for number, _ in batch], decoded)
+        untrained = replay(decoded, self.untrained, rules)
+        for (number, prompt), one, by_untrained in zip(batch, decoded, untrained, strict=True):
+            ngram = replay_one(
+                one,
+                NgramLookup(one.prompt[:1].tolist()),
+                num_draft_tokens=self.settings.depth,
+                max_new_tokens=self.settings.max_new_tokens,
+            )
+            self._count(number, prompt, one, {"draft": one.rounds, "ngram": ngram, "untrained": by_untrained})
+        return [one.answer for one in decoded]
+
+    def _check(self, numbers: Sequence[int], decoded: Sequence[Decoded]) -> None:
+        settings, verdicts = self.settings, self.verdicts
+        if settings.temperature == 0.0:
+            checks, seconds = verify_batch(
+                self.target, decoded, max_new_tokens=settings.max_new_tokens, tie_margin=settings.tie_margin
+            )
+            verdicts.add(numbers, checks)
+        else:
+            _, seconds = generate_batch(
+                self.target,
+                [one.prompt for one in decoded],
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                seed=settings.seed,
+            )
+            for one in decoded:
+                verdicts.sampled = verdicts.sampled + sampled_sums(self.target, one, temperature=settings.temperature)
+        verdicts.plain_seconds += seconds
+        verdicts.speculative_seconds += sum(one.seconds for one in decoded)
+        verdicts.num_forwards += sum(1 + len(one.rounds) for one in decoded)
+        verdicts.num_answer_tokens += sum(len(one.answer) for one in decoded)
+
+    def _count(self, number: int, prompt: Prompt, decoded: Decoded, rounds: dict[str, list[Round]]) -> None:
+        depth = self.settings.depth
         cut = loop_start(decoded.answer)
-        # An answer without a token to count adds nothing to any sum, but a resample of such answers has no tau.
-        if cut > 1 and decoded.rounds:
-            rounds = {
-                "draft": decoded.rounds,
-                "ngram": replay(decoded, NgramLookup(prompt[:1].tolist()), **limits),
-                "untrained": replay(decoded, Drafter(untrained), **limits),
-            }
-            counted_domains.append("" if domains is None else domains[done - 1])
-            for name, taken in rounds.items():
-                counts[name].append(count_rounds(taken, cut=cut, num_draft_tokens=num_draft_tokens))
-        if progress is not None:
-            progress(done, len(prompts))
-    if len(counts["draft"]) < 2:
-        raise InputError(
-            f"only {len(counts['draft'])} of {len(prompts)} held-out prompts got an answer of two or more tokens "
-            "before it loops; tau needs two such: give more held-out prompts (evaluate.num_prompts) or other ones"
+        counts: dict[str, PromptCounts] = {
+            name: count_rounds(taken, cut=cut, num_draft_tokens=depth) for name, taken in rounds.items()
+        }
+        found = Measured(
+            counts=counts,
+            contexts=count_by_context(
+                decoded.rounds, cut=cut, num_draft_tokens=depth, prompt_length=len(decoded.prompt)
+            ),
+            emitted=emitted_histogram(decoded.rounds, cut=cut, num_draft_tokens=depth),
+            num_tokens=len(decoded.answer) - 1,
         )
-    counted = sum(c.num_tokens for c in counts["draft"])
-    interval = partial(bootstrap_tau, counts["draft"], samples=bootstrap_samples, seed=seed)
-    return AcceptanceReport(
-        tau=tau(counts["draft"]),
-        tau_interval=interval(),
-        tau_ngram=tau(counts["ngram"]),
-        tau_untrained=tau(counts["untrained"]),
-        tau_minus_ngram_interval=interval(counts["ngram"]),
-        tau_minus_untrained_interval=interval(counts["untrained"]),
-        acceptance=acceptance_per_depth(counts["draft"]),
-        acceptance_ngram=acceptance_per_depth(counts["ngram"]),
-        acceptance_untrained=acceptance_per_depth(counts["untrained"]),
-        lossless=all(check.lossless for check in checks),
-        lossless_check="generate" if target.dtype in EXACT_DTYPES else "rescored",
-        lossy_prompts=[index for index, check in enumerate(checks) if not check.lossless],
-        tie_margin=tie_margin,
-        num_not_argmax=sum(check.num_not_argmax for check in checks),
-        largest_gap=max(check.largest_gap for check in checks),
-        num_equal_to_generate=sum(check.equals_generate for check in checks),
-        num_prompts=len(prompts),
-        num_tokens=num_tokens,
-        num_tokens_counted=counted,
-        loop_share=1 - counted / num_tokens,
-        speculative_seconds=seconds,
-        plain_seconds=sum(check.generate_seconds for check in checks),
-        domains=_by_domain(counts, counted_domains, samples=bootstrap_samples, seed=seed),
-        **limits,
-    )
+        self.measured[number] = self.measured[number] + found if number in self.measured else found
 
-
-def _by_domain(
-    counts: dict[str, list[PromptCounts]], domains: Sequence[str], *, samples: int, seed: int
-) -> list[dict[str, Any]]:
-    found = []
-    names = Counter(domains)
-    for name, number in names.most_common() if len(names) > 1 else ():
-        draft, ngram = (
-            [count for count, domain in zip(counts[proposer], domains, strict=True) if domain == name]
-            for proposer in ("draft", "ngram")
+    def report(self, prompts: Sequence[Prompt]) -> AcceptanceReport:
+        if self.settings.temperature > 0.0:
+            check = "statistical"
+        else:
+            check = "generate" if self.target.dtype in EXACT_DTYPES else "rescored"
+        return summarise(
+            prompts,
+            [self.measured[number] for number in range(len(prompts))],
+            self.verdicts,
+            self.settings,
+            check=check,
+            turns_left_out=self.left_out,
         )
-        found.append(
-            {
-                "name": name,
-                "prompts": number,
-                "tau": tau(draft),
-                "tau_interval": bootstrap_tau(draft, samples=samples, seed=seed) if number > 1 else None,
-                "tau_ngram": tau(ngram),
-                "acceptance": acceptance_per_depth(draft),
-            }
-        )
-    return found
 
 
-def _check_prompts(target: Target, prompts: Sequence[npt.NDArray[np.int32]], max_new_tokens: int) -> None:
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _one_at_a_time(settings: Evaluate) -> bool:
+    """Whether decode.py does it all: for targets whose attention takes no mask of ours."""
+    return settings.batch_size == 1 and settings.drafting == "chain" and settings.temperature == 0.0
+
+
+def _fits(target: Target, prompt: Prompt, max_new_tokens: int) -> bool:
     longest = getattr(target.config, "max_position_embeddings", None)
-    for index, token_ids in enumerate(prompts):
-        if not len(token_ids):
-            raise InputError(f"held-out prompt {index} has no tokens; remove it from data.heldout_source")
-        if longest is not None and len(token_ids) + max_new_tokens > longest:
+    return longest is None or len(prompt.token_ids) + max_new_tokens <= longest
+
+
+def _check_prompts(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    for index, prompt in enumerate(prompts):
+        where = prompt.where or f"prompt {index}"
+        if not len(prompt.token_ids):
+            raise InputError(f"{where} has no tokens; remove it from its file")
+        if not _fits(target, prompt, max_new_tokens):
             raise InputError(
-                f"held-out prompt {index} has {len(token_ids)} tokens; with evaluate.max_new_tokens={max_new_tokens} "
-                f"it passes the target's {longest} positions: lower evaluate.max_new_tokens or remove the prompt"
+                f"{where} has {len(prompt.token_ids)} tokens; with evaluate.max_new_tokens={max_new_tokens} it passes "
+                f"the target's {target.config.max_position_embeddings} positions: lower evaluate.max_new_tokens or "
+                "remove the prompt"
             )

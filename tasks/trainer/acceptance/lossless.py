@@ -4,15 +4,15 @@ Greedy: `transformers.generate` answers the same prompts, padded to a batch, whi
 Padding rounds otherwise, so a prompt whose two answers differ is answered again alone, and decode.verify_lossless has
 the word.
 
-Sampled answers differ from draw to draw, so a test decides. Every answer is rescored by a forward of the target alone,
-whose p at each place is what its token x should have been drawn from. Two sums over all tokens then have mean 0 and a
-known variance, whatever came before (they are martingales, so the sum over its deviation is near a standard normal):
+Sampled answers differ from draw to draw, so a test decides. Two sums over all tokens have mean 0 and a known variance,
+whatever came before (they are martingales, so the sum over its deviation is near a standard normal):
 
-    likelihood   log p(x) - E log p                    a verifier that prefers likely or unlikely tokens
-    candidate    [x is the draft's first candidate] - p(that candidate)      one that accepts too much or too little
+    likelihood   log p(x) - E log p          p of a forward of the target alone: wrong logits in batch, cache or mask
+    favoured     [x is in S] - p(S)          S: the tokens that the draft gives more than the target does, or, where its
+                                             likeliest tokens were the candidates, these: wrong acceptance
 
 One of the two beyond 3.3 deviations is called lossy: a right verifier is, once in 500 evaluations. The test gets
-sharper with tokens: at 10,000 it sees a bias of two points in how often the first candidate comes out.
+sharper with tokens: at 10,000 it sees a bias of two points in how often such tokens come out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -40,24 +41,24 @@ class SampledSums:
 
     likelihood: float = 0.0
     likelihood_variance: float = 0.0
-    candidate: float = 0.0
-    candidate_variance: float = 0.0
+    favoured: float = 0.0
+    favoured_variance: float = 0.0
 
     def __add__(self, other: SampledSums) -> SampledSums:
         return SampledSums(
             self.likelihood + other.likelihood,
             self.likelihood_variance + other.likelihood_variance,
-            self.candidate + other.candidate,
-            self.candidate_variance + other.candidate_variance,
+            self.favoured + other.favoured,
+            self.favoured_variance + other.favoured_variance,
         )
 
     def p_values(self) -> tuple[float, float]:
-        """Two-sided, of likelihood and candidate; 1 where nothing was random."""
-        pairs = ((self.likelihood, self.likelihood_variance), (self.candidate, self.candidate_variance))
-        likelihood, candidate = (
+        """Two-sided, of likelihood and favoured; 1 where nothing was random."""
+        pairs = ((self.likelihood, self.likelihood_variance), (self.favoured, self.favoured_variance))
+        likelihood, favoured = (
             float(2 * stats.norm.sf(abs(total) / variance**0.5)) if variance > 0 else 1.0 for total, variance in pairs
         )
-        return likelihood, candidate
+        return likelihood, favoured
 
     @property
     def lossless(self) -> bool:
@@ -108,23 +109,16 @@ def sampled_sums(target: Target, decoded: Decoded, *, temperature: float) -> Sam
     answer = torch.tensor(decoded.answer)
     text = torch.cat((decoded.prompt, answer[:-1]))
     logits, _ = target.prefill(text[None], DynamicCache(), last=len(answer))
-    offered = torch.tensor(decoded.offered)
-    total = SampledSums()
-    for rows, tokens, candidates in zip(
-        logits.split(_CHUNK_ROWS), answer.split(_CHUNK_ROWS), offered.split(_CHUNK_ROWS), strict=True
-    ):
+    favoured = np.array(decoded.favoured, dtype=np.float64).reshape(-1, 2)
+    mass = favoured[:, 0]
+    total = SampledSums(
+        favoured=float((favoured[:, 1] - mass).sum()), favoured_variance=float((mass * (1 - mass)).sum())
+    )
+    for rows, tokens in zip(logits.split(_CHUNK_ROWS), answer.to(logits.device).split(_CHUNK_ROWS), strict=True):
         log_p = (rows.double() / temperature).log_softmax(-1)
         p = log_p.exp()
-        tokens, candidates = tokens.to(log_p.device), candidates.to(log_p.device)
         mean = (p * log_p).sum(-1)
         spread = (p * (log_p - mean[:, None]) ** 2).sum(-1)
-        there = candidates >= 0
-        expected = p.gather(1, candidates.clamp_min(0)[:, None])[:, 0][there]
-        hits = (tokens == candidates)[there].double()
-        total = total + SampledSums(
-            float((log_p.gather(1, tokens[:, None])[:, 0] - mean).sum()),
-            float(spread.sum()),
-            float((hits - expected).sum()),
-            float((expected * (1 - expected)).sum()),
-        )
+        surplus = log_p.gather(1, tokens[:, None])[:, 0] - mean
+        total = total + SampledSums(float(surplus.sum()), float(spread.sum()))
     return total

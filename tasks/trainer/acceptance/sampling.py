@@ -40,12 +40,10 @@ class Choice(Protocol):
 @dataclass(frozen=True, slots=True)
 class Walk:
     """The way through a tree. path: the accepted nodes; tokens: what is emitted, theirs and one more unless the text
-    ends; offered: in place of each of the tokens the first candidate, -1 where there was none; num_proposed: the
-    longest branch that holds the last node."""
+    ends; num_proposed: the longest branch that holds the last node."""
 
     path: list[int]
     tokens: list[int]
-    offered: list[int]
     num_proposed: int
 
 
@@ -54,7 +52,6 @@ def walk(tree: DraftTree, choose: Choice) -> Walk:
     children = tree.children()
     path: list[int] = []
     tokens: list[int] = []
-    offered: list[int] = []
     node: int | None = ROOT
     last = ROOT
     while node is not None:
@@ -64,11 +61,10 @@ def walk(tree: DraftTree, choose: Choice) -> Walk:
         if token is None:
             break
         tokens.append(token)
-        offered.append(candidates[0] if candidates else -1)
         node = None if taken is None else children[node][taken]
         if node is not None:
             path.append(node)
-    return Walk(path, tokens, offered, len(path) + tree.height(last))
+    return Walk(path, tokens, len(path) + tree.height(last))
 
 
 def among(token: int, candidates: Sequence[int]) -> tuple[int, int | None]:
@@ -97,6 +93,16 @@ def without(probabilities: Tensor, proposal: Tensor) -> Tensor:
     total = rest.sum()
     # p = q to the last bit is never rejected but by rounding; then any draw from p is right.
     return rest / total if float(total) > 0.0 else probabilities
+
+
+def favoured(probabilities: Tensor, log_q: Tensor, target_ids: Tensor) -> Tensor:
+    """bool [V]: the tokens that the draft gives more than the target does.
+
+    A verifier that accepts too much emits one of them too often, wherever it does (lossless.py).
+    """
+    proposal = torch.zeros_like(probabilities)
+    proposal[target_ids] = log_q.double().cpu().softmax(-1)
+    return proposal > probabilities
 
 
 def choose_drawn(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tasks.trainer.acceptance.batch_drafter import BatchDrafter
 from tasks.trainer.acceptance.decode import Decoded, until_eos
-from tasks.trainer.acceptance.sampling import Choice, Walk, among, choose_drawn, distribution, draw, walk
+from tasks.trainer.acceptance.sampling import Choice, Walk, among, choose_drawn, distribution, draw, favoured, walk
 from tasks.trainer.acceptance.statistics import Round
 from tasks.trainer.acceptance.target_rows import TargetRows
 from tasks.trainer.acceptance.tree import ROOT, DraftTree, TreeShape
@@ -52,7 +52,7 @@ class _Text:
     prompt: Tensor
     generator: torch.Generator
     answer: list[int] = field(default_factory=list)
-    offered: list[int] = field(default_factory=list)
+    favoured: list[tuple[float, bool]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     aux_hidden: list[Tensor] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def speculate(
     _run(texts, _drafter(draft, texts, rules), verifier, rules)
     seconds = (time.perf_counter() - began) / len(texts)
     return [
-        Decoded(text.prompt, text.answer, text.rounds, torch.cat(text.aux_hidden), seconds, text.offered)
+        Decoded(text.prompt, text.answer, text.rounds, torch.cat(text.aux_hidden), seconds, text.favoured)
         for text in texts
     ]
 
@@ -117,7 +117,6 @@ def _run(texts: Sequence[_Text], drafter: BatchDrafter, verifier: _Verifier, rul
     read, first = [], []
     for text, (token, aux_hidden) in zip(texts, verifier.begin(texts), strict=True):
         text.answer.append(token)
-        text.offered.append(-1)
         text.aux_hidden.append(aux_hidden)
         read.append(torch.cat((text.prompt[1:], torch.tensor([token]))))
         first.append(aux_hidden)
@@ -142,7 +141,6 @@ def _run(texts: Sequence[_Text], drafter: BatchDrafter, verifier: _Verifier, rul
             num_emitted = len(way.tokens)
             text.rounds.append(Round(way.num_proposed, min(len(way.path), num_emitted), num_emitted))
             text.answer += way.tokens
-            text.offered += way.offered[:num_emitted]
             text.aux_hidden.append(aux_hidden)
 
 
@@ -196,8 +194,15 @@ class _Asked:
         def choose(node: int, depth: int, candidates: Sequence[int]) -> tuple[int, int | None]:
             probabilities = distribution(logits[node], self._rules.temperature)
             if tree.log_q is None or not candidates:
-                return among(draw(probabilities, text.generator), candidates)
-            return choose_drawn(probabilities, tree.log_q[node], self._target_ids, candidates, text.generator)
+                liked = torch.zeros_like(probabilities, dtype=torch.bool)
+                liked[list(candidates)] = True
+                token, child = among(draw(probabilities, text.generator), candidates)
+            else:
+                log_q = tree.log_q[node]
+                liked = favoured(probabilities, log_q, self._target_ids)
+                token, child = choose_drawn(probabilities, log_q, self._target_ids, candidates, text.generator)
+            text.favoured.append((float(probabilities[liked].sum()), bool(liked[token])))
+            return token, child
 
         return walk(tree, choose)
 

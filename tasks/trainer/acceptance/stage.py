@@ -1,17 +1,19 @@
-"""The evaluate stage: what the trained draft is worth on held-out prompts."""
+"""The evaluate stage: what the trained draft is worth on held-out prompts and on those of files."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from tasks.trainer.acceptance.evaluate import evaluate_acceptance
 from tasks.trainer.acceptance.heldout import heldout_metrics
+from tasks.trainer.acceptance.prompts import Prompt, heldout_prompt, lengthen, read_prompts
 from tasks.trainer.config import RunConfig
-from tasks.trainer.data.prepared import PreparedData
+from tasks.trainer.config_evaluate import HELDOUT, Evaluate
+from tasks.trainer.data.mask import ChatRenderer
+from tasks.trainer.data.prepared import PreparedData, PreparedSample
 from tasks.trainer.draft.shape import fresh_draft, trained_draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.files import write_json
@@ -56,22 +58,16 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
         computation=computation,
         progress=progress,
     )
-    # The prompt is everything before the first supervised token: header included, as the target would be served.
-    prompts = []
-    for sample in data:
-        first = int(np.argmax(sample.loss_mask))
-        prompts.append(np.array(sample.token_ids[:first], dtype=np.int32))
+    renderer = ChatRenderer(
+        target.tokenizer, target.eos_token_ids, template_arguments={"date_string": config.data.date_string}
+    )
     acceptance = evaluate_acceptance(
         target,
         draft,
         untrained,
-        prompts[: settings.num_prompts],
-        num_draft_tokens=settings.draft_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        tie_margin=settings.tie_margin,
-        bootstrap_samples=settings.bootstrap_samples,
-        seed=settings.seed,
-        domains=prepared.get("heldout_domains", [])[: settings.num_prompts] or None,
+        chosen_prompts(settings, data, prepared.get("heldout_domains", []), renderer),
+        settings,
+        renderer=renderer,
         progress=progress,
     )
     evaluation = {
@@ -84,3 +80,26 @@ def evaluate_draft(config: RunConfig, run: RunDir, progress: Progress) -> dict[s
     }
     write_json(run.evaluation, evaluation)
     return {"tau": acceptance.tau, "lossless": acceptance.lossless, "step": found.step}
+
+
+def chosen_prompts(
+    settings: Evaluate, data: Sequence[PreparedSample], domains: Sequence[str], renderer: ChatRenderer
+) -> list[Prompt]:
+    """What evaluate.prompts and evaluate.context_lengths ask for. domains: of each held-out sample; may be empty."""
+    several = len(settings.prompts) > 1
+    prompts = []
+    for name in settings.prompts:
+        if name != HELDOUT:
+            prompts += read_prompts(name, renderer, limit=settings.num_prompts)
+            continue
+        own = []
+        for number in range(min(settings.num_prompts, len(data))):
+            domain = domains[number] if domains else ""
+            domain = "/".join(filter(None, (HELDOUT, domain))) if several else domain
+            own.append(heldout_prompt(data[number], number, domain))
+        prompts += own
+        for length in settings.context_lengths:
+            for number, prompt in enumerate(own):
+                others = (data[(number + offset) % len(data)] for offset in range(1, len(data)))
+                prompts.append(lengthen(prompt, others, length))
+    return prompts

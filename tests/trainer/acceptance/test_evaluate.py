@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,26 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.trainer.acceptance import decode as decode_module
+from tasks.trainer.acceptance import evaluate as evaluate_module
+from tasks.trainer.acceptance.decode import Decoded
 from tasks.trainer.acceptance.evaluate import evaluate_acceptance
+from tasks.trainer.acceptance.prompts import Prompt
+from tasks.trainer.config_evaluate import Evaluate
 from tasks.trainer.draft.eagle3 import Eagle3Draft
 from tasks.trainer.errors import InputError
 from tasks.trainer.target import Target
 
-LIMITS = {"num_draft_tokens": 4, "max_new_tokens": 32, "tie_margin": 0.25, "bootstrap_samples": 500}
+SETTINGS = Evaluate(draft_tokens=4, max_new_tokens=32, bootstrap_samples=500, batch_size=3)
+TREE = {"drafting": "tree", "tree_depth": 5, "tree_top_k": 4, "tree_tokens": 16}
 
 
-def arrays(prompts: list[Tensor]) -> list[np.ndarray]:
-    return [prompt.numpy().astype(np.int32) for prompt in prompts]
+def asked(prompts: list[Tensor], domains: list[str] | None = None) -> list[Prompt]:
+    names = domains or [""] * len(prompts)
+    return [Prompt(prompt.numpy().astype(np.int32), name) for prompt, name in zip(prompts, names, strict=True)]
+
+
+def changed(**values: Any) -> Evaluate:
+    return Evaluate.model_validate({**SETTINGS.model_dump(), **values})
 
 
 def test_trained_draft_beats_both_baselines(
@@ -30,9 +40,9 @@ def test_trained_draft_beats_both_baselines(
     """Red when a baseline gets the trained draft's rounds or the other way round, or the sums do not add up."""
     steps: list[tuple[int, int]] = []
     report = evaluate_acceptance(
-        target, trained, untrained, arrays(prompts), **LIMITS, progress=lambda done, total: steps.append((done, total))
+        target, trained, untrained, asked(prompts), SETTINGS, progress=lambda done, total: steps.append((done, total))
     )
-    assert steps == [(i, 4) for i in range(1, 5)]
+    assert steps == [(3, 4), (4, 4)]
     assert report.lossless
     assert report.lossless_check == "generate"
     assert report.num_equal_to_generate == 4
@@ -56,12 +66,12 @@ def test_trained_draft_beats_both_baselines(
 def test_domains_add_up(target: Target, trained: Eagle3Draft, untrained: Eagle3Draft, prompts: list[Tensor]) -> None:
     """Red when a prompt counts for another domain, or domains do not sum to the whole."""
     names = ["law", "code", "law", "law"]
-    report = evaluate_acceptance(target, trained, untrained, arrays(prompts), **LIMITS, domains=names)
+    report = evaluate_acceptance(target, trained, untrained, asked(prompts, names), SETTINGS)
     assert [(one["name"], one["prompts"]) for one in report.domains] == [("law", 3), ("code", 1)]
     law, code = report.domains
     assert law["tau_interval"][0] <= law["tau"] <= law["tau_interval"][1]
     assert code["tau_interval"] is None
-    alone = evaluate_acceptance(target, trained, untrained, arrays([prompts[i] for i in (0, 2, 3)]), **LIMITS)
+    alone = evaluate_acceptance(target, trained, untrained, asked([prompts[i] for i in (0, 2, 3)]), SETTINGS)
     assert law["tau"] == alone.tau
     assert law["acceptance"] == alone.acceptance
     assert alone.domains == []
@@ -69,7 +79,7 @@ def test_domains_add_up(target: Target, trained: Eagle3Draft, untrained: Eagle3D
 
 def test_same_proposer_same_tau(target: Target, trained: Eagle3Draft, prompts: list[Tensor]) -> None:
     """Red when replaying gives a proposer another tau than decoding: the trained draft stands in as the baseline."""
-    report = evaluate_acceptance(target, trained, trained, arrays(prompts), **LIMITS)
+    report = evaluate_acceptance(target, trained, trained, asked(prompts), SETTINGS)
     assert report.tau_untrained == report.tau
     assert report.tau_minus_untrained_interval == (0.0, 0.0)
     assert report.acceptance_untrained == report.acceptance
@@ -83,16 +93,17 @@ def test_wrong_verifier_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Red when a lossy decode is reported as lossless. One token of prompt 1's answer is another."""
-    rule = decode_module.decode
+    rule = evaluate_module.speculate
 
-    def lossy(target: Target, prompt: Tensor, *arguments: object, **limits: object) -> object:
-        decoded = rule(target, prompt, *arguments, **limits)  # type: ignore[arg-type]
-        if len(prompt) == 5:
-            decoded.answer[7] = (decoded.answer[7] + 1) % 64
-        return decoded
+    def lossy(*arguments: Any, **keywords: Any) -> list[Decoded]:
+        found = rule(*arguments, **keywords)
+        for decoded in found:
+            if len(decoded.prompt) == 5:
+                decoded.answer[7] = (decoded.answer[7] + 1) % 64
+        return found
 
-    monkeypatch.setattr("tasks.trainer.acceptance.evaluate.decode", lossy)
-    report = evaluate_acceptance(target, trained, untrained, arrays(prompts), **LIMITS)
+    monkeypatch.setattr(evaluate_module, "speculate", lossy)
+    report = evaluate_acceptance(target, trained, untrained, asked(prompts), SETTINGS)
     assert not report.lossless
     assert report.lossy_prompts == [1]
     assert report.num_equal_to_generate == 3
@@ -114,7 +125,7 @@ def test_loops_are_cut(trained: Eagle3Draft, untrained: Eagle3Draft, prompts: li
         eos_token_id=None,
     )
     looping = Target(LlamaForCausalLM(config), None, name="loop", aux_layer_ids=(0, 1, 2))
-    report = evaluate_acceptance(looping, trained, untrained, arrays(prompts), **LIMITS)
+    report = evaluate_acceptance(looping, trained, untrained, asked(prompts), SETTINGS)
     assert report.lossless
     assert report.loop_share > 0.3
     assert report.num_tokens_counted < report.num_tokens
@@ -122,11 +133,11 @@ def test_loops_are_cut(trained: Eagle3Draft, untrained: Eagle3Draft, prompts: li
 
 def test_input_errors(target: Target, trained: Eagle3Draft, untrained: Eagle3Draft, prompts: list[Tensor]) -> None:
     """Red when a prompt that cannot be decoded, or too few answers, is not refused by name before the work is done."""
-    empty = [*arrays(prompts[:1]), np.zeros(0, dtype=np.int32)]
+    empty = [*asked(prompts[:1]), Prompt(np.zeros(0, dtype=np.int32))]
     with pytest.raises(InputError, match="prompt 1 has no tokens"):
-        evaluate_acceptance(target, trained, untrained, empty, **LIMITS)
-    long = [np.zeros(100, dtype=np.int32)]
+        evaluate_acceptance(target, trained, untrained, empty, SETTINGS)
+    long = [Prompt(np.zeros(100, dtype=np.int32))]
     with pytest.raises(InputError, match=r"prompt 0 has 100 tokens.*128 positions"):
-        evaluate_acceptance(target, trained, untrained, long, **LIMITS)
-    with pytest.raises(InputError, match="only 1 of 1 held-out prompts"):
-        evaluate_acceptance(target, trained, untrained, arrays(prompts[:1]), **LIMITS)
+        evaluate_acceptance(target, trained, untrained, long, SETTINGS)
+    with pytest.raises(InputError, match="only 1 of 1 prompts"):
+        evaluate_acceptance(target, trained, untrained, asked(prompts[:1]), SETTINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -125,6 +126,22 @@ def test_greedy_answers_are_the_models_own(target: Any, tmp_path: Path) -> None:
             assert message.finish_reason == finish
             assert message.content == (own if finish == "stop" else own.rstrip("\ufffd"))
     assert target.model.generation_config.repetition_penalty == 9.0  # put back
+
+
+def test_a_mix_of_temperatures_and_who_answered(target: Any, tmp_path: Path) -> None:
+    """Red when a prompt's temperature is not its own, greedy answers depend on the mix, or an answer does not say how
+    it was made."""
+    greedy = {c.line: c for c in run(target, PROMPTS, tmp_path / "greedy", temperature=0.0, batch_size=1)}
+    mixed = run(target, PROMPTS, tmp_path / "mixed", temperature=0.0, temperatures=(0.0, 1.0), batch_size=1)
+    told = {c.line: json.loads(c.answered_by or "") for c in mixed}
+    assert {entry["temperature"] for entry in told.values()} == {0.0, 1.0}
+    assert all((entry["by"], entry["fingerprint"], entry["seed"]) == ("target", "f", 5) for entry in told.values())
+    same = [c.messages == greedy[c.line].messages for c in mixed if told[c.line]["temperature"] == 0.0]
+    sampled = {c.line: c for c in mixed if told[c.line]["temperature"] == 1.0}
+    assert all(same)
+    assert any(line not in greedy or c.messages != greedy[line].messages for line, c in sampled.items())
+    again = run(target, PROMPTS, tmp_path / "mixed", temperature=0.0, temperatures=(0.0, 1.0), batch_size=1)
+    assert again == mixed
 
 
 def test_settings_and_prompts_have_folders_of_their_own(target: Any, tmp_path: Path) -> None:

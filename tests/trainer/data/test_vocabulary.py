@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
 
-from tasks.trainer.data.vocabulary import Vocabulary, build_vocabulary, parent_vocabulary
+from tasks.trainer.data.vocabulary import (
+    Vocabulary,
+    build_vocabulary,
+    coverage_of,
+    parent_vocabulary,
+    special_tokens,
+)
 from tasks.trainer.errors import InputError
 
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|eot|>")
 COUNTS = np.array([0, 5, 9, 0, 5, 5, 1, 0], dtype=np.int64)
 
 
@@ -27,6 +36,30 @@ def test_most_frequent_then_lower_id_with_special_tokens_first() -> None:
 def test_a_short_list_is_filled_by_ascending_id() -> None:
     """Red when fewer tokens come out than asked for, or the fill order is not the stated one."""
     assert build_vocabulary(COUNTS, 7).target_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_short_list_is_filled_by_what_prompts_hold_then_by_id() -> None:
+    """Red when the fill is by id alone although the prompts say more, or it goes before a token that answers hold."""
+    occurrences = COUNTS + np.array([1, 0, 0, 9, 0, 0, 0, 9], dtype=np.int64)
+    sizes = {size: build_vocabulary(COUNTS, size, occurrences=occurrences).target_ids.tolist() for size in (5, 6, 7)}
+    assert sizes == {5: [1, 2, 4, 5, 6], 6: [1, 2, 3, 4, 5, 6], 7: [1, 2, 3, 4, 5, 6, 7]}
+
+
+def test_special_tokens_are_those_with_a_use(tokenizer_of: Callable[..., PreTrainedTokenizerBase]) -> None:
+    """Red when a token that the template writes or answers hold is left out, or reserved ones take room."""
+    tokenizer = tokenizer_of("chatml")
+    names = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    counts = np.zeros(len(tokenizer), dtype=np.int64)
+    assert special_tokens(tokenizer, (names["<|im_end|>"],), counts) == (names["<|im_start|>"], names["<|im_end|>"])
+    counts[names["<|head|>"]] = 1
+    assert names["<|head|>"] in special_tokens(tokenizer, (), counts)
+    assert special_tokens(tokenizer, (names["<|eot|>"],), counts[:1]) == (names["<|eot|>"],)
+
+
+def test_coverage_of_other_data() -> None:
+    """Red when the held-out coverage is that of the training data."""
+    vocabulary = build_vocabulary(COUNTS, 3)
+    assert coverage_of(vocabulary, np.array([5, 0, 5, 0, 0, 0, 0, 0], dtype=np.int64)) == 0.5
 
 
 def test_the_full_vocabulary_is_the_identity() -> None:
