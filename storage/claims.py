@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from storage.errors import one_line
 from storage.location import Location
@@ -40,20 +40,21 @@ class Claims:
         self._sample_ids: list[str] = []
         self._renewed = 0.0
 
-    def claim(self, sample_ids: Iterable[str]) -> list[str]:
+    def claim(self, sample_ids: Iterable[str], *, under_way: Container[str] = ()) -> list[str]:
         """Of `sample_ids`, in order, those that no other living writer has claimed; they are this writer's now.
 
-        Takes the place of the claim before.
+        Takes the place of the claim before, but for what of it is `under_way`: captured, and not committed yet.
         """
-        wanted = list(sample_ids)
+        still = [sample_id for sample_id in self._sample_ids if sample_id in under_way]
         taken = self._others()
-        self._put([sample_id for sample_id in wanted if sample_id not in taken])
+        mine = [sample_id for sample_id in sample_ids if sample_id not in taken]
+        self._put([*still, *mine])
         # Two that claim at once see each other now; the one with the smaller name keeps what both want.
         for writer, theirs in self._others_by_writer().items():
             if writer < self._file:
-                self._sample_ids = [sample_id for sample_id in self._sample_ids if sample_id not in theirs]
-        self._put(self._sample_ids)
-        return list(self._sample_ids)
+                mine = [sample_id for sample_id in mine if sample_id not in theirs]
+        self._put([*still, *mine])
+        return mine
 
     def renew(self) -> None:
         """Say that this writer lives, at most once a minute."""

@@ -56,6 +56,11 @@ class CommitQueue:
         with self._changed:
             return frozenset(self._entries)
 
+    def under_way(self) -> frozenset[str]:
+        """Ids of the samples that were taken and are not committed yet."""
+        with self._changed:
+            return frozenset(self._tokens)
+
     def tokens_crc32c(self, sample_id: str) -> int | None:
         """The checksum of a sample's tokens if it is committed or reserved, else None."""
         with self._changed:

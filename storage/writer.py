@@ -131,16 +131,22 @@ class StoreWriter:
         """Ids of the samples that were committed when the store was opened, and of those committed since."""
         return self._queue.committed()
 
+    def committed_by_now(self) -> frozenset[str]:
+        """Ids of every committed sample, whoever committed it: the index is read anew. StoreError if it is damaged."""
+        return self._queue.committed() | read_index(self._folder).keys()
+
     def claim(self, sample_ids: Iterable[str]) -> list[str]:
         """Of `sample_ids`, in order, those that no other living writer is about to capture; others will skip them.
 
-        Advisory: it saves work and protects nothing. Takes the place of the claim before; `close` gives it up.
+        Advisory: it saves work and protects nothing. Takes the place of the claim before, but for samples that were
+        written and are not committed yet; `close` gives it up. What others have committed is not looked at: ask
+        `committed_by_now` afterwards, and no sample of theirs is missed.
         StoreError if the store cannot be written.
         """
         if self._claims is None:
             self._claims = Claims(self._folder, writer=NewSegment.new_name())
         try:
-            return self._claims.claim(sample_ids)
+            return self._claims.claim(sample_ids, under_way=self._queue.under_way())
         except OSError as error:
             raise StoreError(f"store {self._folder.url} cannot be written: {one_line(error)}") from error
 

@@ -98,7 +98,7 @@ def capture_missing(
                 if config.target.parallel == "tensor" and layout.world_size > 1:
                     shared = load_shared(config.target, layout, told_by=(0,), patience=START_PATIENCE)
                     if layout.is_first:
-                        captured = _capture(shared, writer, wanted, states.store_url, progress)
+                        captured = _capture(shared, writer, wanted, progress)
                         shared.end()
                     else:
                         shared.follow(top_k=spec.encoding.top_k)
@@ -107,7 +107,7 @@ def capture_missing(
                         target = Target.of(
                             config.target, device=prepared["device"], deterministic=config.train.deterministic
                         )
-                    captured = _capture(target, writer, wanted, states.store_url, progress)
+                    captured = _capture(target, writer, wanted, progress)
     figures = torch.tensor([len(captured), sum(captured)])
     num_samples, num_tokens = sum_on_host(layout, figures, "the end of capture").tolist()
     return {
@@ -134,18 +134,20 @@ def store_figures(url: str, spec: StoreSpec) -> dict[str, Any]:
     }
 
 
-def _capture(
-    target: Capturing, writer: StoreWriter, wanted: Sequence[PreparedSample], url: str, progress: Progress
-) -> list[int]:
+def _capture(target: Capturing, writer: StoreWriter, wanted: Sequence[PreparedSample], progress: Progress) -> list[int]:
     """Capture what no other writer does, then wait for the others' part. Returns the tokens of each sample captured."""
     started, before = time.monotonic(), writer.stored_bytes
     captured: list[int] = []
     top_k = writer.spec.encoding.top_k
 
     def fill(samples: Sequence[PreparedSample]) -> list[PreparedSample]:
-        """Capture those of the samples that can be claimed; returns the others."""
+        """Capture those of the samples that can be claimed; returns those that others have claimed."""
         by_id = {sample.sample_id: sample for sample in samples}
-        claimed = (by_id.pop(sample_id) for sample_id in writer.claim(list(by_id)))
+        ids = writer.claim(list(by_id))
+        # In this order: what another writer had claimed is in its claim until it is committed.
+        committed = writer.committed_by_now()
+        mine = [by_id.pop(sample_id) for sample_id in ids]
+        claimed = (sample for sample in mine if sample.sample_id not in committed)
         for together in _forwards(claimed, FORWARD_TOKENS if target.packs else 0):
             for sample, given in zip(together, capture_samples(target, together, top_k=top_k), strict=True):
                 writer.write(to_stored(sample, given))
@@ -160,7 +162,7 @@ def _capture(
         others += fill(wanted[first : first + CLAIMED_SAMPLES])
     writer.flush()
     while others:
-        committed = _committed(url, writer.spec)
+        committed = writer.committed_by_now()
         others = [sample for sample in others if sample.sample_id not in committed]
         left = fill(others)
         writer.flush()

@@ -43,7 +43,7 @@ def test_a_failure_and_a_promotion_are_told(server: Server, hook: tuple[str, lis
         block = CustomWebhookNotificationBlock(
             name="eyas", url=url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
         )
-        block.save("eyas", overwrite=True)
+        block.save("eyas", overwrite=True, _sync=True)  # playwright leaves an event loop, which makes it a coroutine
     environment = {**server.environment, "EYAS_NOTIFY_BLOCK": "custom-webhook/eyas"}
     said = eyas("deploy", "--prefect-file", str(server.folder / "prefect.yaml"), cwd=server.folder,
                 environment=environment)  # fmt: skip

@@ -276,6 +276,23 @@ def test_claims_keep_two_writers_apart_and_expire(tmp_path, make_spec, monkeypat
     assert list(tmp_path.glob("*/claims/*.json")) == []
 
 
+def test_a_claim_lasts_until_its_samples_are_committed(tmp_path, make_spec, make_sample):
+    # Red when the next claim gives up samples that are captured but not committed: another writer captures them again.
+    spec = make_spec(preset="near")
+    first, names = make_sample("a", 20, spec), ["a", "b", "c"]
+    with StoreWriter(str(tmp_path), spec, calibration_tokens=10**9) as one, StoreWriter(str(tmp_path), spec) as two:
+        assert one.claim(["a", "b"]) == ["a", "b"]
+        one.write(first)  # held back: there are no statistics yet
+        assert one.claim(["c"]) == ["c"]
+        assert two.claim(names) == ["b"], "what was claimed and not captured is given up, the rest is not"
+        assert two.committed_by_now() == set()
+        one.flush()
+        assert two.committed_by_now() == {"a"}
+        assert two.committed() == set()
+        one.claim([])
+        assert two.claim(names) == names
+
+
 @pytest.mark.parametrize(
     ("content", "left"),
     [

@@ -120,6 +120,38 @@ def test_two_captures_share_the_work(recipe_values: Values, tmp_path: Path, monk
     assert receipt["store_samples"] == len(data)
 
 
+def test_what_another_capture_committed_meanwhile_is_not_computed(
+    recipe_values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a capture looks at the store once, at its beginning: samples are then in it twice."""
+    run = prepare(recipe_values("one", hidden_states=offline(tmp_path / "store")))
+    config, prepared = run.config(), run.receipt("prepare")
+    assert prepared is not None
+    data = PreparedData.open(run.train_data)
+    theirs = [data[len(data) - 1 - number] for number in range(3)]
+    target = Target.of(config.target, device="cpu")
+    computed: list[str] = []
+    original = Target.capture
+    with StoreWriter(str(tmp_path / "store"), store_spec(config, prepared)) as other:
+
+        def counting(self: Target, documents: Sequence[Document], **options: Any) -> Any:
+            if not computed:  # ours has begun; the other one is ahead, and through with its part
+                computed.append(documents[0].sample_id)
+                for sample in theirs:
+                    other.write(to_stored(sample, capture_samples(target, [sample])[0]))
+                other.flush()
+                computed.clear()
+            computed.extend(document.sample_id for document in documents)
+            return original(self, documents, **options)
+
+        monkeypatch.setattr("tasks.trainer.capture.CLAIMED_SAMPLES", 2)
+        monkeypatch.setattr(Target, "capture", counting)
+        receipt = run_stage("capture", run, silent)
+    assert not {sample.sample_id for sample in theirs} & set(computed)
+    assert receipt["captured_samples"] == len(data) - 3
+    assert receipt["store_samples"] == len(data)
+
+
 @pytest.mark.parametrize("changes", [{"preset": "tiny", "top_k": 16}, {"preset": "lossless"}])
 def test_other_encodings_are_captured(changes: dict[str, Any], recipe_values: Values, tmp_path: Path) -> None:
     """Red when the store's encoding does not decide what the target keeps of its distribution."""

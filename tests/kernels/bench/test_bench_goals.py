@@ -11,7 +11,7 @@ from kernels.bench import attention, layouts, loss, results
 from kernels.bench.goals import GOALS, Goal, evaluate
 from kernels.bench.results import Row
 from kernels.bench.runner import Case
-from tasks.trainer.bench import packed, step
+from tasks.trainer.bench import packed, plan, step
 
 Make = Callable[..., Row]
 
@@ -22,6 +22,7 @@ MS = {"plain_causal": 100.0, "fused": 104.0, "flex": 180.0, "flex_concat": 230.0
       "padded_skip": 6.0}  # fmt: skip
 GIB = {"flex_mask": 0.05, "flex": 2.0, "eager": 100.0, "linear": 0.9, "triton": 20.0, "specforge": 29.0,
        "eyas": 17.0, "eyas_ckpt": 9.5}  # fmt: skip
+MS["measured"] = 1.0
 
 
 def rows_of(cases: Sequence[Case], row: Make) -> list[Row]:
@@ -51,6 +52,11 @@ def met(row: Make) -> list[Row]:
         *rows_of(loss.cases(against=True), row),
         *rows_of(step.cases(step.TOKENS, against=True), row),
         *rows_of(packed.cases(), row),
+        *(
+            pair
+            for case in rows_of(plan.cases(), row)
+            for pair in (replace(case, peak_gib=10.0), replace(case, variant="predicted", peak_gib=10.9, ms=None))
+        ),
         *(replace(one, run="20260102T000000Z-0000") for one in longest),
     ]
 
@@ -80,6 +86,7 @@ def test_every_goal_is_computed_from_what_the_benchmarks_record(met: list[Row]) 
         ("packed", {"layout": layouts.CHAT}, {"shape": f"{layouts.CHAT}; unfilled 0.0301"},
          {"packs: share left unfilled"}),
         ("eyas_ckpt", {"layout": "longest"}, {"tokens": 131072}, {"longest context trained on one GPU, tokens"}),
+        ("measured", {"tokens": 20480}, {"peak_gib": 12.2}, {"plan: predicted peak memory, off from the measured"}),
     ],
 )  # fmt: skip
 def test_one_bad_case_misses_its_goal_and_no_other(
