@@ -84,21 +84,25 @@ class About:
             ) from None
 
 
-def measured_taus(evaluation: dict[str, Any]) -> tuple[Tau, ...]:
-    """The table from a run's evaluation.json: all prompts, then each domain."""
-    settings, found = evaluation["settings"], evaluation["acceptance"]
-    if settings["drafting"] == "tree":
-        drafting = f"tree of {settings['tree_tokens']} tokens, depth {settings['tree_depth']}"
-    else:
-        drafting = f"chain of {settings['draft_tokens']}"
-    temperature = settings["temperature"]
-    drafting += ", greedy" if temperature == 0 else f", temperature {temperature:g}"
+def measured_taus(acceptance: dict[str, Any], path: object) -> tuple[Tau, ...]:
+    """The table from the `acceptance` of a run's evaluation.json (acceptance/summary.py): all prompts, then each
+    domain, then each longer context; path: for messages. Raises InputError when another version wrote it."""
+    try:
+        if acceptance["drafting"] == "tree":
+            drafting = f"tree of {acceptance['tree_tokens']} tokens, depth {acceptance['num_draft_tokens']}"
+        else:
+            drafting = f"chain of {acceptance['num_draft_tokens']}"
+        temperature = acceptance["temperature"]
+        drafting += ", greedy" if temperature == 0 else f", temperature {temperature:g}"
 
-    def line(prompts: str, values: dict[str, Any], num_prompts: int) -> Tau:
-        low, high = values["tau_interval"] or (None, None)
-        return Tau(prompts, num_prompts, drafting, values["tau"], low, high)
+        def line(prompts: str, values: dict[str, Any], num_prompts: int) -> Tau:
+            low, high = values["tau_interval"] or (None, None)
+            return Tau(prompts, num_prompts, drafting, values["tau"], low, high)
 
-    return (
-        line("all", found, found["num_prompts"]),
-        *(line(domain["name"], domain, domain["prompts"]) for domain in found["domains"]),
-    )
+        return (
+            line("all", acceptance, acceptance["num_prompts"]),
+            *(line(domain["name"], domain, domain["prompts"]) for domain in acceptance["domains"]),
+            *(line(f"at {one['context']:,} tokens", one, one["prompts"]) for one in acceptance["lengthened"]),
+        )
+    except KeyError as error:
+        raise InputError(f"{path} has no {error}, for another version of Eyas wrote it; run `eyas evaluate`") from None

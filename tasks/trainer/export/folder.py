@@ -93,6 +93,7 @@ def write_exported(exported: Exported, folder: Path) -> None:
         save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
             (scratch / name).write_text(text, encoding="utf-8")
+        (scratch / WEIGHTS_FILE).chmod((scratch / CONFIG_FILE).stat().st_mode)  # safetensors makes it private, too
         for name in (WEIGHTS_FILE, *texts):
             sync_file(scratch / name)
         sync_folder(scratch)

@@ -102,6 +102,7 @@ def _check(
 def _about(config: RunConfig, run: RunDir, prepared: dict[str, Any], ends: TargetEnds, *, step: int) -> About:
     """The card's facts; a table of another checkpoint is left out."""
     evaluation = read_json(run.evaluation) if run.evaluation.is_file() else None
+    acceptance = evaluation["acceptance"] if evaluation is not None and evaluation["step"] == step else None
     return About(
         target=config.target.model,
         architectures=tuple(ends.config.architectures or ()),
@@ -114,5 +115,5 @@ def _about(config: RunConfig, run: RunDir, prepared: dict[str, Any], ends: Targe
             states=config.hidden_states.mode,
             fingerprint=prepared["fingerprint"],
         ),
-        taus=measured_taus(evaluation) if evaluation is not None and evaluation["step"] == step else (),
+        taus=() if acceptance is None else measured_taus(acceptance, run.evaluation),
     )

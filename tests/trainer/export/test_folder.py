@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,18 @@ def test_layer_ids_in_each_engines_meaning() -> None:
     assert config["eagle_aux_hidden_state_layer_ids"] == sorted(config["eagle_aux_hidden_state_layer_ids"])
     # The default of both engines for 9 layers, each in its own words.
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 9 // 2, 9 - 3]
+
+
+def test_another_user_may_serve_it(tmp_path: Path) -> None:
+    """Red when the weights are private to whoever trained: the server often runs as somebody else."""
+    before = os.umask(0o022)
+    try:
+        export(make_draft(), tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(("README.md", "config.json", "model.safetensors"), "0o644")
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
 
 def test_replaces_only_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.trainer.draft.eagle3 import DraftConfig
 from tasks.trainer.errors import InputError
-from tasks.trainer.export.about import About, Tau, Training
+from tasks.trainer.export.about import About, Tau, Training, measured_taus
 from tasks.trainer.export.commands import LAYOUTS
 from tasks.trainer.export.folder import export_draft, read_exported, write_exported
 from tests.trainer.drafts import TARGET_VOCAB, random_draft
@@ -185,3 +185,25 @@ def test_max_positions_and_rope_are_the_targets(tmp_path: Path) -> None:
         assert layer["max_position_embeddings"] == 131072
         assert layer["rope_parameters"] == YARN
         assert (layer["rope_theta"], layer["rope_scaling"]["factor"]) == (5e5, 4.0)
+
+
+def test_the_table_is_the_evaluation(tmp_path: Path) -> None:
+    """Red when a line of the table is of other drafting than was measured, or an older file passes for one."""
+    interval = [1.5, 2.5]
+    acceptance: dict[str, Any] = {
+        "drafting": "tree", "num_draft_tokens": 6, "tree_tokens": 40, "temperature": 0.7, "tau": 2.0,
+        "tau_interval": interval, "num_prompts": 12,
+        "domains": [{"name": "code", "prompts": 1, "tau": 2.2, "tau_interval": None}],
+        "lengthened": [{"context": 8192, "prompts": 4, "tau": 1.8, "tau_interval": interval}],
+    }  # fmt: skip
+    how = "tree of 40 tokens, depth 6, temperature 0.7"
+    assert measured_taus(acceptance, "x") == (
+        Tau("all", 12, how, 2.0, 1.5, 2.5),
+        Tau("code", 1, how, 2.2, None, None),
+        Tau("at 8,192 tokens", 4, how, 1.8, 1.5, 2.5),
+    )
+    chain = measured_taus({**acceptance, "drafting": "chain", "tree_tokens": None, "temperature": 0.0}, "x")
+    assert chain[0].drafting == "chain of 6, greedy"
+    del acceptance["lengthened"]
+    with pytest.raises(InputError, match=r"evaluation\.json has no 'lengthened'.*run `eyas evaluate`"):
+        measured_taus(acceptance, "evaluation.json")
