@@ -222,6 +222,19 @@ def test_a_cut_document_says_at_which_byte() -> None:
     assert path.read_bytes()[byte - 1 :].startswith(b'{"conversations": [{"from": "human", "value": "Question 2"')
 
 
+def test_a_document_cut_between_two_records_is_cut_all_the_same(tmp_path: Path) -> None:
+    """Red when an array without its end passes for whole because its last record is, or a whole one for cut."""
+    path, good = tmp_path / "a.json", json.dumps(ROWS[0])
+    for end, is_cut in (("", True), (",", True), (",\n  ", True), ("]", False), ("]\n", False)):
+        path.write_text(f"[{good}{end}")
+        if not is_cut:
+            assert rows_read(str(path)) == ["q0"]
+            continue
+        with pytest.raises(InputError, match=r"a\.json ends too early, at byte \d+"):
+            read_conversations([str(path)])
+        assert rows_read(str(path), on_truncated="keep") == ["q0"]
+
+
 def test_a_bad_record_of_a_document_is_told_by_byte_and_skipped(tmp_path: Path) -> None:
     """Red when one bad record hides those behind it, or its place is that of another."""
     good = json.dumps(ROWS[0])
