@@ -22,6 +22,7 @@ def render(facts: dict[str, Any], config: RunConfig) -> str:
         _acceptance(facts),
         f"![depth]({_plot('depth')})",
         *_domains(facts),
+        *_contexts(facts),
         "## Serve it",
         serving_commands(
             target=config.target.model,
@@ -87,20 +88,43 @@ def _verdict(facts: dict[str, Any]) -> str:
     low, high = facts["tau_interval"]
     ngram_low, ngram_high = acceptance["tau_minus_ngram_interval"]
     better = "better than" if ngram_low > 0 else "worse than" if ngram_high < 0 else "not told apart from"
-    check = (
-        "every answer equals `transformers.generate` token for token"
-        if acceptance["lossless_check"] == "generate"
-        else f"every token lies within {acceptance['tie_margin']} of its row's maximum logit "
-        f"({acceptance['num_not_argmax']} of {acceptance['num_tokens']} are not the exact argmax)"
+    check = {
+        "generate": "every answer equals `transformers.generate` token for token",
+        "rescored": f"every token lies within {acceptance['tie_margin']} of its row's maximum logit "
+        f"({acceptance['num_not_argmax']} of {acceptance['num_tokens']} are not the exact argmax)",
+        "statistical": "sampled tokens are not told apart from the target's "
+        f"(p-values {_p(acceptance['p_likelihood'])} and {_p(acceptance['p_favoured'])})",
+    }[acceptance["lossless_check"]]
+    failed = (
+        f"p-values {_p(acceptance['p_likelihood'])} and {_p(acceptance['p_favoured'])}"
+        if acceptance["lossless_check"] == "statistical"
+        else f"prompts {acceptance['lossy_prompts']} failed the check"
     )
-    lossless = f"lossless: {check}" if facts["lossless"] else (
-        f"**NOT lossless**: prompts {acceptance['lossy_prompts']} failed the check"
-    )  # fmt: skip
+    lossless = f"lossless: {check}" if facts["lossless"] else f"**NOT lossless**: {failed}"
     return (
         f"The draft emits **{facts['tau']:.3f} tokens per target forward** (tau; 95% interval {low:.3f} to {high:.3f}; "
-        f"greedy, chain of {acceptance['num_draft_tokens']}), {better} n-gram lookup ({facts['tau_ngram']:.3f}) on the "
+        f"{drafted(acceptance)}), {better} n-gram lookup ({facts['tau_ngram']:.3f}) on the "
         f"same answers; before training it was {facts['tau_untrained']:.3f}. Decoding was {lossless}."
     )
+
+
+def drafted(acceptance: dict[str, Any]) -> str:
+    """How the draft was measured, in words."""
+    sampling = (
+        f"temperature {acceptance['temperature']:g}, {acceptance['candidates']} candidates"
+        if acceptance["temperature"]
+        else "greedy"
+    )
+    if acceptance["drafting"] == "chain":
+        return f"{sampling}, chain of {acceptance['num_draft_tokens']}"
+    return (
+        f"{sampling}, tree of {acceptance['tree_tokens']} tokens, {acceptance['num_draft_tokens']} deep, "
+        f"{acceptance['tree_top_k']} wide"
+    )
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _acceptance(facts: dict[str, Any]) -> str:
@@ -121,14 +145,16 @@ def _acceptance(facts: dict[str, Any]) -> str:
     ngram, untrained = acceptance["tau_minus_ngram_interval"], acceptance["tau_minus_untrained_interval"]
     return "\n\n".join([
         _table(header, rows),
-        f"{acceptance['num_prompts']} held-out prompts, {acceptance['num_tokens']} tokens emitted, "
+        f"{acceptance['num_prompts']} prompts, {acceptance['num_tokens']} tokens emitted, "
         f"{acceptance['num_tokens_counted']} counted: the {acceptance['loop_share']:.0%} after an answer's first "
         "repeated 8-gram are left out, for loops are free. Accepted counts proposals whose predecessors were accepted; "
         "n-gram lookup proposes only where the last tokens occurred before. Paired 95% intervals of tau: over n-gram "
         f"lookup {ngram[0]:+.3f} to {ngram[1]:+.3f}, over the draft before training {untrained[0]:+.3f} to "
         f"{untrained[1]:+.3f}. Target computed in {facts['evaluation']['dtype']}; "
-        f"{acceptance['speculative_seconds']:.0f} s with the draft, {acceptance['plain_seconds']:.0f} s without (one "
-        "prompt at a time, Python loop: no serving speed).",
+        f"{acceptance['speculative_seconds']:.0f} s with the draft, {acceptance['plain_seconds']:.0f} s by "
+        f"`transformers.generate`, in batches of {acceptance['batch_size']}: {acceptance['speed_up']:.2f} x as fast; "
+        f"the ceiling, all tokens over all forwards, is {acceptance['speed_up_ceiling']:.2f} (Python loops: no serving "
+        "speed).",
     ])  # fmt: skip
 
 
@@ -150,6 +176,30 @@ def _domains(facts: dict[str, Any]) -> list[str]:
     ]
     header = ["domain", "prompts", "tau", "95% interval", "n-gram lookup", "accepted by depth"]
     return ["### By domain", _table(header, rows)]
+
+
+def _contexts(facts: dict[str, Any]) -> list[str]:
+    """Acceptance by context length; nothing where all are of one range."""
+    acceptance = facts["acceptance"]
+    measured = [(f"{one['from']:,} to {one['to'] - 1:,}", one) for one in acceptance["contexts"]]
+    measured = measured if len(measured) > 1 else []
+    measured += [(f"{one['context']:,}, led up to", one) for one in acceptance["lengthened"]]
+    if not measured:
+        return []
+    rows = [
+        [
+            name,
+            f"{one['prompts']:,}",
+            f"**{one['tau']:.3f}**",
+            "-" if one["tau_interval"] is None else "{:.2f} to {:.2f}".format(*one["tau_interval"]),
+            " ".join(f"{value:.2f}" for value in one["acceptance"]),
+        ]
+        for name, one in measured
+    ]
+    return [
+        "### By context length",
+        _table(["tokens before a round", "prompts", "tau", "95% interval", "accepted"], rows),
+    ]
 
 
 def _against_plan(facts: dict[str, Any]) -> list[str]:
