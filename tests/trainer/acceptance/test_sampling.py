@@ -142,9 +142,7 @@ def test_few_draws(shape: str, target: Target, trained: Eagle3Draft) -> None:
     assert p_value(target, draws(target, trained, SHAPES[shape], 1000)) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("shape", "what"), [("chain, drawn", "accept"), ("tree, top", "among")]
-)
+@pytest.mark.parametrize(("shape", "what"), [("chain, drawn", "accept"), ("tree, top", "among")])
 def test_few_draws_catch_a_broken_rule(
     shape: str, what: str, target: Target, trained: Eagle3Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
