@@ -11,10 +11,15 @@ ROOT = Path(__file__).parents[3]
 NUM_BYTES = 125_000_000
 
 READ = """
-import json, resource, sys
+import json, os, re, resource, sys
 from tasks.trainer.data.read import Refusals, stream_conversations
 from tasks.trainer.errors import InputError
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    # On Linux a new process inherits ru_maxrss from the one that started it.
+    if not os.path.exists("/proc/self/status"):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024  # macOS counts bytes
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+before = peak()
 refusals, answers = Refusals(), 0
 for conversation, _ in stream_conversations([sys.argv[1]], on_truncated="keep", refusals=refusals):
     answers += sum(message.role == "assistant" for message in conversation.messages)
@@ -24,7 +29,7 @@ try:
     stopped = ""
 except InputError as error:
     stopped = str(error)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+after = peak()
 print(json.dumps([answers, refusals.counts, refusals.first, stopped, before, after]))
 """
 

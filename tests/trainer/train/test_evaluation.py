@@ -107,7 +107,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
 ) -> None:
     """Red when the best is deleted for being old, not written for being off the calendar, or not what is exported."""
     # So high a rate that tau falls after its first look.
-    train = {**TRAIN, "steps": 24, "evaluate_every": 2, "checkpoint_every": 5, "learning_rate": 0.05}
+    train = {**TRAIN, "steps": 24, "evaluate_every": 2, "checkpoint_every": 5, "learning_rate": 0.2}
     run = make_run(recipe_values(train=train))
     best = best_steps(read_heldout(run.metrics))[0]
     assert best < 20, "the test needs a best step that keep_checkpoints=2 would delete"
