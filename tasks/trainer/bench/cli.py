@@ -156,7 +156,7 @@ def store_step(
 
 
 def ranks(
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="The most ranks; every number up to it is taken.")] = 2,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="The most ranks; also taken: 1, 2, 4, ... below.")] = 2,
     variants: Annotated[
         str, typer.Option("--variants", help="online, offline, context, separated by commas.")
     ] = "online,offline,context",
@@ -189,7 +189,12 @@ def ranks(
         context_tokens=context_tokens, context_checkpointing=context_checkpointing,
     )  # fmt: skip
     journal = Journal.open(out, record=not try_)
-    for line in ranks_work.describe(ranks_work.measure(journal, settings, variants=chosen, nproc=nproc)):
+    try:
+        rows = ranks_work.measure(journal, settings, variants=chosen, nproc=nproc)
+    except InterruptedError as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    for line in ranks_work.describe(rows):
         journal.say(line)
 
 

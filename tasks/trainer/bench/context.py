@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.bench import layouts
+from tasks.trainer.bench.ranks_telling import Telling
 from tasks.trainer.bench.step_case import Model, make_batch
 from tasks.trainer.draft.alignment import count_rows
 from tasks.trainer.draft.context import Sharing
@@ -42,40 +43,45 @@ _CHECKED_TOKENS = 4096
 _MAX_DIFFERENCE = 0.3
 
 
-def measure_context(settings: dict[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """Lines for `ranks`: one GPU at T and n T tokens, n ranks at n T. On the first rank they are whole.
+def measure_context(settings: dict[str, Any], layout: Layout, telling: Telling) -> None:
+    """One GPU at T and n T tokens, n ranks at n T; each is told once it is known.
 
     settings: those of `ranks`; context_tokens is T. Every rank takes part. Raises ArithmeticError when the ranks'
     gradients are not those of one rank.
     """
     assert layout.world_size > 1, "context parallelism takes several ranks"
-    group = dist.new_group(list(range(layout.world_size)), timeout=2 * layout.patience)
-    together = replace(
-        layout, data_rank=0, data_size=1, context_rank=layout.rank, context_size=layout.world_size, context_group=group
-    )
+    together = shared_layout(layout)
     tokens, num_ranks = settings["context_tokens"], layout.world_size
+    telling.say(f"context: gradients of {num_ranks} ranks against one rank's")
     difference = _difference(settings, layout, together)
     ones: dict[int, list[float]] = {}
-    lines = []
     for length in (tokens, num_ranks * tokens, tokens // 2) if layout.is_first else ():
         if length < tokens and num_ranks * tokens in ones:
             continue
+        telling.say(f"context: one rank, {length:,} tokens")
         found = _timed(settings, Layout(device=layout.device), length)
         if found is not None:
             ones[length] = found[0]
-            lines.append(_line(settings, length, 1, *found, about=""))
+            telling.found(_line(settings, length, 1, *found, about=""))
     if layout.is_first and tokens not in ones:
         raise MemoryError(f"one GPU has no room for {tokens} tokens; name fewer with --context-tokens")
     meet(layout, "the end of one GPU's turns", patience=START_PATIENCE)
+    telling.say(f"context: {num_ranks} ranks, {num_ranks * tokens:,} tokens")
     found = _timed(settings, together, num_ranks * tokens)
     meet(layout, "the end of the ranks' turn", patience=START_PATIENCE)
     if layout.is_first:
         assert found is not None
         ideal, how = ideal_ms({length: _mean_ms(seconds) for length, seconds in ones.items()}, tokens, num_ranks)
-        ms = _mean_ms(found[0])
-        about = f"{ms / ideal:.3f} x ideal, {how}; gradients within {difference:.1%} of one rank's"
-        lines.append(_line(settings, num_ranks * tokens, num_ranks, *found, about=about))
-    return lines
+        about = f"{_mean_ms(found[0]) / ideal:.3f} x ideal, {how}; gradients within {difference:.1%} of one rank's"
+        telling.found(_line(settings, num_ranks * tokens, num_ranks, *found, about=about))
+
+
+def shared_layout(layout: Layout) -> Layout:
+    """All ranks as one context group."""
+    group = dist.new_group(list(range(layout.world_size)), timeout=2 * layout.patience)
+    return replace(
+        layout, data_rank=0, data_size=1, context_rank=layout.rank, context_size=layout.world_size, context_group=group
+    )
 
 
 def ideal_ms(of_one: dict[int, float], tokens: int, num_ranks: int) -> tuple[float, str]:

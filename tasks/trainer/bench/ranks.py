@@ -20,16 +20,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernels.bench.errors import BenchError
 from kernels.bench.results import GIB, Row
 from kernels.bench.runner import Journal
+from tasks.trainer.bench.ranks_telling import Listening, Telling
 from tasks.trainer.bench.step import DRAFT, TINY, TTT_STEPS, shape_of
 from tasks.trainer.ranks import see_own_gpu
+from tasks.trainer.stop import stop
 
+_LISTEN_SECONDS = 0.2
 VARIANTS = ("online", "offline", "context")
 # Layers, and what else of the target's shape is not its draft's; head counts are the draft's.
 _DEEP = {
@@ -71,34 +75,69 @@ def settings_of(
     }
 
 
+def counts_of(nproc: int) -> list[int]:
+    """Numbers of ranks that are measured: powers of two, and all of them."""
+    return sorted({*(2**power for power in range(nproc.bit_length()) if 2**power <= nproc), nproc})
+
+
+def ranks_of(count: int) -> str:
+    """ "2 ranks"."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def measure(journal: Journal, settings: Mapping[str, Any], *, variants: Sequence[str], nproc: int) -> list[Row]:
-    """Start nproc ranks, take every variant at 1 .. nproc of them, record the rows. Raises BenchError if one fails."""
+    """Start nproc ranks, take every variant at `counts_of(nproc)` of them, record each row once it is known.
+
+    Raises BenchError when a rank fails, InterruptedError on SIGTERM; what was found before stays recorded.
+    """
     if "context" in variants and nproc == 1:
         raise BenchError("--variants context takes several ranks: use --nproc 2 or more, or leave it out")
+    rows: list[Row] = []
+
+    def record(line: Mapping[str, Any]) -> None:
+        row = _row(journal, settings, line)
+        rows.append(row)
+        journal.add([row], [{"run": journal.run, "work": "ranks", **line}])
+
     with tempfile.TemporaryDirectory(prefix="eyas-ranks-") as folder:
-        told, found = Path(folder, "settings.json"), Path(folder, "found.json")
-        told.write_text(json.dumps({**settings, "variants": list(variants), "folder": folder}), encoding="utf-8")
+        told, found = Path(folder, "settings.json"), Path(folder, "found.jsonl")
+        asked = {**settings, "variants": list(variants), "folder": folder, "started": time.monotonic()}
+        told.write_text(json.dumps(asked), encoding="utf-8")
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc),
             "-m", "tasks.trainer.bench.ranks", str(told), str(found),
         ]  # fmt: skip
-        cores = max(1, (os.cpu_count() or 1) // nproc)
-        environment = {
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            "OMP_NUM_THREADS": str(cores),
-            "GLOO_SOCKET_IFNAME": "lo",
-            **os.environ,
-        }
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode or not found.is_file():
-            raise BenchError(f"the ranks ended with exit code {done.returncode}; see what they printed above")
-        report = json.loads(found.read_text(encoding="utf-8"))
-    rows = [_row(journal, settings, report, line) for line in report["lines"]]
-    journal.add(rows, [{"run": journal.run, "work": "ranks", **line} for line in report["lines"]])
+        code = _follow(command, Listening(found), record)
+    if code:
+        raise BenchError(f"the ranks ended with exit code {code}; see what they printed above")
     return rows
 
 
-def _row(journal: Journal, settings: Mapping[str, Any], report: Mapping[str, Any], line: Mapping[str, Any]) -> Row:
+def _follow(command: Sequence[str], listening: Listening, record: Callable[[Mapping[str, Any]], None]) -> int:
+    """Run the launcher; record what its ranks find as they find it. Returns its exit code."""
+    environment = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host's part is small operations, which wait for threads (train/stage.py)
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+    }
+    process = subprocess.Popen(command, env=environment)
+    try:
+        with stop.installed(lambda seconds: InterruptedError("stopped by SIGTERM; the rows above are recorded")):
+            while (code := process.poll()) is None:
+                for line in listening.lines():
+                    record(line)
+                time.sleep(_LISTEN_SECONDS)
+    finally:
+        if process.poll() is None:  # we are told to stop: torchrun ends its ranks
+            process.terminate()
+            process.wait()
+    for line in listening.lines():
+        record(line)
+    return code
+
+
+def _row(journal: Journal, settings: Mapping[str, Any], line: Mapping[str, Any]) -> Row:
     return Row(
         run=journal.run,
         work="ranks",
@@ -113,8 +152,8 @@ def _row(journal: Journal, settings: Mapping[str, Any], report: Mapping[str, Any
         error=None,
         tokens_per_s=line["tokens"] / line["ms"] * 1e3,
         gpus=line["gpus"],
-        gpu=report["gpu"],
-        versions=report["versions"],
+        gpu=line["gpu"],
+        versions=line["versions"],
         commit=journal.commit,
     )
 
@@ -129,7 +168,7 @@ def describe(rows: Sequence[Row]) -> list[str]:
         if row.variant == "context":  # of other lengths: tokens/s do not compare
             notes = [note for note in row.shape.split("; ") if "ideal" in note]
             more = f"  {row.ms or 0.0:,.0f} ms for {row.tokens:,} tokens{''.join(f', {note}' for note in notes)}"
-        lines.append(f"{row.variant:8} {row.gpus} ranks  {row.tokens_per_s:12,.0f} tokens/s{more}")
+        lines.append(f"{row.variant:8} {ranks_of(row.gpus):7}  {row.tokens_per_s:12,.0f} tokens/s{more}")
     return lines
 
 
@@ -137,11 +176,13 @@ def main() -> None:
     """A rank's entry, for torchrun: `-m tasks.trainer.bench.ranks SETTINGS FOUND`."""
     told, found = (Path(argument) for argument in sys.argv[1:])
     settings = json.loads(told.read_text(encoding="utf-8"))
+    telling = Telling(found, int(os.environ["RANK"]) == 0, settings["started"])
+    telling.say("torchrun has started the ranks")
     if settings["device"] == "cuda":
         see_own_gpu()  # before anything asks CUDA what there is
-    from tasks.trainer.bench.ranks_case import report
+    from tasks.trainer.bench.ranks_case import take_part
 
-    report(settings, found)
+    take_part(settings, telling)
 
 
 if __name__ == "__main__":

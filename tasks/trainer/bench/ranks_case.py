@@ -3,10 +3,11 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from storage.reader import StoreReader
 from storage.schema import StoreSpec
 from storage.writer import StoreWriter
 from tasks.trainer.bench.packed import chat_lengths
+from tasks.trainer.bench.ranks import counts_of, ranks_of
+from tasks.trainer.bench.ranks_telling import Telling
 from tasks.trainer.bench.step_case import Model
 from tasks.trainer.capture import capture_samples, to_stored
 from tasks.trainer.data.prepared import PreparedSample, sample_id
 from tasks.trainer.draft.ttt import Computation, Objective
-from tasks.trainer.files import write_json
 from tasks.trainer.target import Target
 from tasks.trainer.train.computation import choose_computation
 from tasks.trainer.train.dealing import agree, count_step_rows, rounds_of, weights_of_rows
@@ -36,6 +38,7 @@ from tasks.trainer.train.parallel import START_PATIENCE, Layout, among_first, jo
 from tasks.trainer.train.sources import OnlineSource, StatesSource, StoreSource
 
 _WARM_UP = 1  # steps before the timed ones of a turn: the source reads ahead by then
+_WRITERS = 4  # threads of a rank that encode for its store
 _KINDS_OF_STEPS = 2  # as many different steps at the most ranks; they come again
 
 
@@ -100,13 +103,28 @@ def spec_of(target: Target) -> StoreSpec:
     )  # fmt: skip
 
 
-def fill_store(url: str, documents: Documents, target: Target) -> None:
-    """Write the states of all documents."""
-    with StoreWriter(url, spec_of(target)) as writer:
-        for pack in documents.packs:
-            samples = [documents[number] for number in pack]
-            for sample, states in zip(samples, capture_samples(target, samples), strict=True):
-                writer.write(to_stored(sample, states))
+def fill_store(url: str, documents: Documents, target: Target, layout: Layout) -> None:
+    """Write the states of all documents, each rank its part. The first pack, the first rank's, calibrates the store."""
+
+    def write(packs: Sequence[Sequence[int]]) -> None:
+        with StoreWriter(url, spec_of(target), workers=_WRITERS, calibration_tokens=1) as writer:
+            for pack in packs:
+                samples = [documents[number] for number in pack]
+                for sample, states in zip(samples, capture_samples(target, samples), strict=True):
+                    writer.write(to_stored(sample, states))
+
+    if layout.is_first:
+        write(documents.packs[:1])
+    meet(layout, "the store's first pack", patience=START_PATIENCE)
+    write(documents.packs[1 + layout.rank :: layout.world_size])
+    meet(layout, "the store", patience=START_PATIENCE)
+
+
+def over(optimizer: Optimizer, layout: Layout) -> Optimizer:
+    """The same optimizer, masters and moments, for other ranks."""
+    other = copy.copy(optimizer)
+    other._layout = layout
+    return other
 
 
 class Turns:
@@ -114,25 +132,22 @@ class Turns:
 
     def __init__(self, settings: dict[str, Any], layout: Layout, documents: Documents, model: Model) -> None:
         self._settings, self._documents, self._model = settings, documents, model
-        self._layouts = {count: among_first(layout, count) for count in range(1, layout.world_size)}
+        self.counts = counts_of(layout.world_size)
+        self._layouts = {count: among_first(layout, count) for count in self.counts[:-1]}
         self._layouts[layout.world_size] = layout
-        masters = {name: parameter.detach().float() for name, parameter in model.draft.named_parameters()}
-        self._optimizers = {
-            count: Optimizer(model.draft, masters, model.settings, layout=own)
-            for count, own in self._layouts.items()
-            if own is not None
-        }
+        # The numbers of ranks share masters and moments, or each rank would hold a set for every number.
+        self._optimizers = {count: over(model.optimizer, own) for count, own in self._layouts.items() if own}
         dtype = model.draft.fc.weight.dtype
         self._computation: Computation = choose_computation(
             model.settings, device=layout.device, dtype=dtype, head_dim=model.draft.config.head_dim
         )
 
-    def take(self, source: StatesSource, count: int) -> tuple[list[float], list[int]] | None:
+    def take(self, source: StatesSource, count: int, steps: int) -> tuple[list[float], list[int]] | None:
         """Timed steps at so many ranks: seconds and tokens of each; None on a rank that only waits."""
         layout = self._layouts[count]
         if layout is None:
             return None
-        steps = _WARM_UP + self._settings["steps"]
+        steps += _WARM_UP
         seconds, tokens = [], []
         with closing(source.batches(self._own_packs(layout, steps))) as batches:
             for step in range(steps):
@@ -170,74 +185,83 @@ class Turns:
                 yield [self._documents[sample] for sample in group[number]]
 
 
-def measure(settings: dict[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """A line a variant and number of ranks; on the first rank they are whole."""
-    lines = measure_packs(settings, layout) if {"online", "offline"} & set(settings["variants"]) else []
+def measure(settings: dict[str, Any], layout: Layout, telling: Telling) -> None:
+    """Every variant; what is found is told as soon as it is known."""
+    if {"online", "offline"} & set(settings["variants"]):
+        measure_packs(settings, layout, telling)
     if "context" in settings["variants"]:
         from tasks.trainer.bench.context import measure_context
 
-        lines += measure_context(settings, layout)
-    return lines
+        measure_context(settings, layout, telling)
 
 
-def measure_packs(settings: dict[str, Any], layout: Layout) -> list[dict[str, Any]]:
+def measure_packs(settings: dict[str, Any], layout: Layout, telling: Telling) -> None:
     """online and offline."""
     device, dtype = torch.device(layout.device), getattr(torch, settings["dtype"])
     documents = make_documents(settings, num_packs=_KINDS_OF_STEPS * settings["packs"] * layout.world_size)
+    telling.say(f"a random target of {settings['num_layers']} layers")
     target = random_target(settings, device, dtype)
+    telling.say("the draft and its optimizers")
     model = Model(settings, device, dtype)
     turns = Turns(settings, layout, documents, model)
-    lines = []
-    with ExitStack() as stack:
-        sources: dict[str, StatesSource] = {}
-        if "online" in settings["variants"]:
-            sources["online"] = OnlineSource(target, device=layout.device)
-        if "offline" in settings["variants"]:
-            url = str(Path(settings["folder"], "store"))
-            if layout.is_first:
-                fill_store(url, documents, target)
-            meet(layout, "the store", patience=START_PATIENCE)
-            reader = stack.enter_context(StoreReader(url, spec_of(target)))
-            sources["offline"] = StoreSource(reader, device=layout.device)
-        for variant, source in sources.items():
-            taken: dict[int, list[tuple[list[float], list[int]]]] = {}
-            peaks: dict[int, int] = {}
-            for turn in range(settings["rounds"] + 1):
-                # The first turn is for compiling, which all ranks do at once.
-                for count in range(1 if turn else layout.world_size, layout.world_size + 1):
-                    if device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    found = turns.take(source, count)
-                    meet(layout, "the end of a turn", patience=START_PATIENCE)
-                    if found is None or turn == 0:
-                        continue
-                    taken.setdefault(count, []).append(found)
-                    if device.type == "cuda":
-                        peaks[count] = max(peaks.get(count, 0), torch.cuda.max_memory_allocated())
-            for count, of_turns in taken.items():
-                seconds = [second for turn_seconds, _ in of_turns for second in turn_seconds]
-                tokens = [number for _, turn_tokens in of_turns for number in turn_tokens]
-                lines.append({
-                    "variant": variant, "gpus": count, "layout": layouts.CHAT,
-                    "about": f"{settings['packs']} packs of {settings['pack_tokens']} a rank; target of "
-                    f"{settings['num_layers']} layers; ddp",
-                    "tokens": sum(tokens) / len(tokens), "ms": 1e3 * sum(seconds) / len(seconds),
-                    "peak_bytes": peaks.get(count), "seconds": seconds,
-                })  # fmt: skip
-    return lines
+    if "online" in settings["variants"]:
+        _take_turns(settings, layout, telling, turns, "online", OnlineSource(target, device=layout.device))
+    if "offline" in settings["variants"]:
+        telling.say(f"offline: states of {int(documents.lengths.sum()):,} tokens into the store")
+        url, spec = str(Path(settings["folder"], "store")), spec_of(target)
+        fill_store(url, documents, target, layout)
+        del target  # training from a store holds none
+        with StoreReader(url, spec) as reader:
+            _take_turns(settings, layout, telling, turns, "offline", StoreSource(reader, device=layout.device))
 
 
-def report(settings: dict[str, Any], found: Path) -> None:
-    """Measure as one of the ranks that torchrun started; the first writes what was found."""
+def _take_turns(
+    settings: dict[str, Any], layout: Layout, telling: Telling, turns: Turns, variant: str, source: StatesSource
+) -> None:
+    """Tell a line a number of ranks. The numbers take turns; before them all ranks compile at once."""
+    on_gpu = layout.device == "cuda"
+    taken: dict[int, list[tuple[list[float], list[int]]]] = {}
+    peaks: dict[int, int] = {}
+    telling.say(f"{variant}: {layout.world_size} ranks warm up and compile")
+    turns.take(source, layout.world_size, _KINDS_OF_STEPS - _WARM_UP)
+    meet(layout, "the end of the warm-up", patience=START_PATIENCE)
+    for turn in range(settings["rounds"]):
+        for count in turns.counts:
+            telling.say(f"{variant}: {ranks_of(count)}, turn {turn + 1} of {settings['rounds']}")
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            found = turns.take(source, count, settings["steps"])
+            meet(layout, "the end of a turn", patience=START_PATIENCE)
+            if found is None:
+                continue
+            taken.setdefault(count, []).append(found)
+            if on_gpu:
+                peaks[count] = max(peaks.get(count, 0), torch.cuda.max_memory_allocated())
+    for count, of_turns in taken.items():
+        seconds = [second for turn_seconds, _ in of_turns for second in turn_seconds]
+        tokens = [number for _, turn_tokens in of_turns for number in turn_tokens]
+        telling.found({
+            "variant": variant, "gpus": count, "layout": layouts.CHAT,
+            "about": f"{settings['packs']} packs of {settings['pack_tokens']} a rank; target of "
+            f"{settings['num_layers']} layers; ddp",
+            "tokens": sum(tokens) / len(tokens), "ms": 1e3 * sum(seconds) / len(seconds),
+            "peak_bytes": peaks.get(count), "seconds": seconds,
+        })  # fmt: skip
+
+
+def take_part(settings: dict[str, Any], telling: Telling) -> None:
+    """Measure as one of the ranks that torchrun started; the first tells what was found."""
+    versions = {"torch": str(torch.__version__)}
+    gpu = "cpu"
+    if settings["device"] == "cuda":
+        torch.set_num_threads(1)  # as the trainer does, and whatever OMP_NUM_THREADS says
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
+        gpu = torch.cuda.get_device_name()
+    facts = {"gpu": gpu, "versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
+    telling = replace(telling, facts=facts)
+    telling.say("the ranks have imported their packages and look for each other")
     # Patient: the ranks compile in the first turn, each at its own pace.
     with joined(device=settings["device"], patience_s=300.0) as layout:
-        lines = measure(settings, layout)
-        versions = {"torch": str(torch.__version__)}
-        gpu = "cpu"
-        if layout.device == "cuda":
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
-            versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
-            gpu = torch.cuda.get_device_name()
-        if layout.is_first:
-            text = ", ".join(f"{name} {version}" for name, version in versions.items())
-            write_json(found, {"lines": lines, "gpu": gpu, "versions": text})
+        measure(settings, layout, telling)
+        telling.say("the ranks part")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tasks.trainer.bench.context import ideal_ms, measure_context
 from tasks.trainer.bench.ranks import settings_of
+from tasks.trainer.bench.ranks_telling import Listening, Telling
 from tasks.trainer.train.parallel import joined
 from tests.trainer.ranks import run_as_ranks
 
@@ -29,16 +29,14 @@ def test_where_they_do_not_fit_the_time_is_extrapolated() -> None:
 def _measure(out: Path) -> None:
     settings = settings_of(target="qwen3-8b", pack_tokens=0, packs=1, steps=1, rounds=1, device="cpu", tiny=True)
     with joined(device="cpu", patience_s=60) as layout:
-        lines = measure_context(settings, layout)
-        if layout.is_first:
-            out.write_text(json.dumps(lines))
+        measure_context(settings, layout, Telling(out, layout.is_first))
 
 
 def test_two_ranks_train_twice_the_tokens(tmp_path: Path) -> None:
     """Red when a rank computes all rows, nobody says how far from the ideal the ranks are, or their gradients are not
     compared with one rank's: float32 says so to a thousandth, or the command fails."""
-    run_as_ranks(_measure, tmp_path / "lines.json")
-    one, double, ranks = json.loads((tmp_path / "lines.json").read_text())
+    run_as_ranks(_measure, tmp_path / "found.jsonl")
+    one, double, ranks = Listening(tmp_path / "found.jsonl").lines()
     assert [(line["gpus"], line["tokens"]) for line in (one, double, ranks)] == [(1, 128), (1, 256), (2, 256)]
     assert "x ideal, 1/2 of one GPU; gradients within 0.0% of one rank's" in ranks["about"]
     assert all(len(line["seconds"]) == 1 and line["variant"] == "context" for line in (one, double, ranks))

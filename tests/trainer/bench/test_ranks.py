@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kernels.bench.errors import BenchError
 from tasks.trainer.bench import ranks
 from tasks.trainer.bench.cli import main
 from tasks.trainer.bench.ranks_case import make_documents
+from tasks.trainer.bench.ranks_telling import Listening
 
 
 def test_every_number_of_ranks_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +51,43 @@ def test_an_unknown_target_is_named() -> None:
     """Red when a shape is made up for it."""
     with pytest.raises(BenchError, match="--target gpt is unknown: use qwen3-1"):
         ranks.settings_of(target="gpt", pack_tokens=8192, packs=2, steps=1, rounds=1, device="cpu", tiny=False)
+
+
+def test_a_row_is_recorded_while_the_ranks_go_on(tmp_path: Path) -> None:
+    """Red when a run that is cut off, or fails later on, loses what it had measured: this one ends, with an error, only
+    when its row was recorded."""
+    heard, out = tmp_path / "heard", tmp_path / "found.jsonl"
+    script = f"""
+import pathlib, sys, time
+from tasks.trainer.bench.ranks_telling import Telling
+Telling(pathlib.Path({str(out)!r}), True).found({{"variant": "online"}})
+ends = time.monotonic() + 60
+while not pathlib.Path({str(heard)!r}).exists() and time.monotonic() < ends: time.sleep(0.05)
+sys.exit(3 if pathlib.Path({str(heard)!r}).exists() else 4)
+"""
+    found: list[object] = []
+
+    def record(line: object) -> None:
+        found.append(line)
+        heard.touch()
+
+    assert ranks._follow([sys.executable, "-c", script], Listening(out), record) == 3
+    assert found == [{"variant": "online"}]
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    """Red when the command reads a line that a rank is about to finish."""
+    path = tmp_path / "found.jsonl"
+    listening = Listening(path)
+    assert list(listening.lines()) == []
+    path.write_text('{"gpus": 1}\n{"gp')
+    assert list(listening.lines()) == [{"gpus": 1}]
+    with path.open("a") as file:
+        file.write('us": 2}\n')
+    assert list(listening.lines()) == [{"gpus": 2}]
+
+
+@pytest.mark.parametrize(("nproc", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_powers_of_two_and_all_are_measured(nproc: int, counts: list[int]) -> None:
+    """Red when eight GPUs are measured at every number, or not at eight."""
+    assert ranks.counts_of(nproc) == counts
